@@ -41,7 +41,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Qwe
 
 from gdpo_nemo import GdpoError, LossSettings, TrainSequence
 from gdpo_nemo.config.schema import MegatronConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
-from gdpo_nemo.data.packing import assign
+from gdpo_nemo.data.packing import Budget, assign
 from gdpo_nemo.environments.tasks.digit_sort import DIGITS, is_held_out
 from gdpo_nemo.models.hf_folder import whole_or_nothing
 
@@ -446,7 +446,7 @@ def _train(policy, rows: Iterator[Row], steps: int, rows_per_step: int) -> None:
     start = time.monotonic()
     for step in range(1, steps + 1):
         batch = _sequences([next(rows) for _ in range(rows_per_step)])
-        (micro_batches,) = assign([len(s) for s in batch], 1, policy.config.micro_batch_tokens)
+        (micro_batches,) = assign([len(s) for s in batch], Budget(1, policy.config.micro_batch_tokens))
         result = policy.train(batch, micro_batches, settings)
         if step in (1, steps) or step % _PROGRESS_EVERY == 0:
             seconds = time.monotonic() - start

@@ -23,6 +23,7 @@ from gdpo_nemo.config.model_checks import resolve
 from gdpo_nemo.config.objective_checks import kl_in_reward
 from gdpo_nemo.config.schema import Config, MegatronConfig
 from gdpo_nemo.data.packing import (
+    Budget,
     TrainSequence,
     assign_singly,
     attention_cost,
@@ -286,17 +287,15 @@ class PolicyGroup:
         # The token budget of a micro-batch includes the padding of each sequence.
         multiple = self._multiple
         longest = max(-(-len(s) // multiple) * multiple for s in sequences)
-        choose = whole_layout if whole else choose_layout
-        return choose(
-            self._sharing,
-            sequences,
-            self.layout.data_parallel_size or 1,
-            max(budget or self.config.micro_batch_tokens, longest),  # a micro-batch must fit the longest sequence
-            self._chunks,
-            self._quadratic,
-            multiple,
-            self._shared_attention,
+        limits = Budget(
+            ranks=self.layout.data_parallel_size or 1,
+            tokens=max(budget or self.config.micro_batch_tokens, longest),  # fits the longest sequence
+            stages=self._chunks,
+            multiple=multiple,
+            quadratic=self._quadratic,
+            attention=self._shared_attention,
         )
+        return (whole_layout if whole else choose_layout)(self._sharing, sequences, limits)
 
     def _skips(self, settings: Objective) -> bool:
         """Return whether an update skips sequences that have no gradient.

@@ -11,11 +11,11 @@ from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.algorithms.loss_selection import is_import_path
 from gdpo_nemo.commands.arguments import Commands, add_config, add_verbosity, say, verbosity
-from gdpo_nemo.config.data_files import data_paths, is_local, is_rows_function
+from gdpo_nemo.config.data_files import data_paths, is_local, is_rows_function, splits_to_read
 from gdpo_nemo.config.layout import Resolved
 from gdpo_nemo.config.load import load_config, to_yaml
 from gdpo_nemo.config.schema import Config, DatasetConfig, RunConfig
-from gdpo_nemo.data.records import max_prompt_tokens, splits_to_read
+from gdpo_nemo.config.sections import max_prompt_tokens
 from gdpo_nemo.data.rows import Row, SlowRows, environment_of_row, load_rows
 from gdpo_nemo.data.tokenizer import Tokenizer, check_same_tokens
 from gdpo_nemo.models.sources import Format, Source, described_by

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from gdpo_nemo.config.algorithm_choice import is_transform
-from gdpo_nemo.config.schema import DatasetConfig, DifficultyConfig
+from gdpo_nemo.config.schema import Config, DatasetConfig, DifficultyConfig
 from gdpo_nemo.models.sources import HUB_NAME
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.source import find_function
@@ -16,6 +16,12 @@ from gdpo_nemo.utils.source import find_function
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".tsv")
 """Supported suffixes of data files."""
 _ROWS_FUNCTION = re.compile(r".+\.py:\w+")
+
+
+def splits_to_read(config: Config) -> tuple[str, ...]:
+    """Return the names of the dataset splits that a training run reads."""
+    validates = config.data.validation and (config.gdpo.val_period or config.gdpo.val_at_start)
+    return ("train", "validation") if validates else ("train",)
 
 
 def check_data_file(key: str, data: DatasetConfig) -> None:

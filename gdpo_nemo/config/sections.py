@@ -270,6 +270,11 @@ class PolicyConfig:
     generation: GenerationConfig = field(default_factory=GenerationConfig)
 
 
+def max_prompt_tokens(policy: PolicyConfig) -> int:
+    """Return the maximum number of tokens in a prompt, which leaves one token for the completion."""
+    return policy.max_total_sequence_length - 1
+
+
 def replays_router(policy: PolicyConfig) -> bool:
     """Return whether the policy uses the experts that the sampler chose (``policy.router_replay``)."""
     return bool(policy.router_replay == "sampler")

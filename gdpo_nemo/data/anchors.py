@@ -10,10 +10,11 @@ separate prompt of exactly ``context_length`` tokens.
 from __future__ import annotations
 
 from collections import abc
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Mapping, Sequence, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 

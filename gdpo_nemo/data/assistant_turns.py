@@ -9,7 +9,8 @@ compared. Every turn must contain the text of its message, so that no part of a 
 from __future__ import annotations
 
 import os
-from typing import Any, Callable, Mapping, NamedTuple, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message], bool], str]

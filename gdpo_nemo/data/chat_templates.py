@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any, Callable, Iterator, Mapping, TypeVar
+from typing import Any
 
 from jinja2 import nodes, pass_context
 from jinja2.compiler import CodeGenerator, Frame
@@ -31,10 +32,10 @@ _ELEMENT = 4
 """Size of an element of a collection, which takes more memory than a character, in addition to its own size."""
 _LONGEST_NUMBER = 1 << 16
 """Maximum number of bits in an integer."""
-_LINEAR = frozenset(
+_LINEAR = (
     "capitalize casefold count d decode default encode endswith find float format_map index int isalnum isalpha "
     "isdigit length lower lstrip partition removeprefix removesuffix rfind rindex rpartition rsplit rstrip split "
-    "splitlines startswith strip striptags swapcase title trim truncate upper wordcount".split()
+    "splitlines startswith strip striptags swapcase title trim truncate upper wordcount"
 )
 """Methods and filters of texts whose result is not larger than the text and one argument."""
 _ENCODED = {"escape": 5, "e": 5, "forceescape": 5, "urlencode": 12, "tojson": 6, "pprint": 10, "xmlattr": 5}
@@ -89,10 +90,7 @@ class _Generator(CodeGenerator):
         super().visit_Macro(_counting(node), frame)
 
 
-_Body = TypeVar("_Body", nodes.For, nodes.Macro)
-
-
-def _counting(node: _Body) -> _Body:
+def _counting[Body: (nodes.For, nodes.Macro)](node: Body) -> Body:
     """Begin a body with a call that adds the size of the body's text to the total."""
     size = _STEP + sum(len(text.data) for text in node.find_all(nodes.TemplateData))
     count = nodes.EnvironmentAttribute("count")
@@ -268,7 +266,7 @@ def _call_size(name: str, owner: Any, args: tuple[Any, ...], options: Mapping[st
         return _deep_size(joined) + _size(joined) * _size(glue)
     if name in _ENCODED or name in ("string", "safe", "list"):
         return _deep_size(owner) * _ENCODED.get(name, 1)
-    if name in _LINEAR:
+    if name in _LINEAR.split():
         return 0
     if isinstance(owner, (str, bytes, int, float)):
         return max(_size(owner), 1) * max(widest, _deep_size(arguments) if arguments else 1)

@@ -8,7 +8,8 @@ token is thus trained exactly once, after the tokens that the sampler saw.
 
 from __future__ import annotations
 
-from typing import Iterable, NamedTuple, Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -62,8 +63,8 @@ def turn_slices(trajectory: Trajectory) -> list[slice]:
     """
     t = trajectory
     last = np.cumsum(t.turn_tokens) - 1
-    ends = (last if t.loss_mask is None else np.flatnonzero(t.loss_mask)[last]) + 1
-    return [slice(start, end) for start, end in zip([0, *ends.tolist()], ends.tolist())]
+    ends = ((last if t.loss_mask is None else np.flatnonzero(t.loss_mask)[last]) + 1).tolist()
+    return list(map(slice, [0, *ends], ends))
 
 
 def path_to(turn: int, parents: Sequence[int]) -> list[int]:
@@ -77,19 +78,20 @@ def path_to(turn: int, parents: Sequence[int]) -> list[int]:
 
 def to_score(trajectories: Iterable[Trajectory]) -> list[TrainSequence]:
     """Return the sequences of the trajectories without advantages and weights, to compute log-probs."""
-    return [
-        TrainSequence(
-            tokens.prompt_ids,
-            t.completion_ids[tokens.indices],
-            t.logprobs[tokens.indices],
-            loss_mask=tokens.loss_mask,
-            routing=tokens.routing,
-            trajectory=number,
-            indices=tokens.indices,
-        )
-        for number, t in enumerate(trajectories)
-        for tokens in contexts_of(t)
-    ]
+    sequences = []
+    for number, t in enumerate(trajectories):
+        for tokens in contexts_of(t):
+            sequence = TrainSequence(
+                tokens.prompt_ids,
+                t.completion_ids[tokens.indices],
+                t.logprobs[tokens.indices],
+                loss_mask=tokens.loss_mask,
+                routing=tokens.routing,
+                trajectory=number,
+                indices=tokens.indices,
+            )
+            sequences.append(sequence)
+    return sequences
 
 
 def by_trajectory(

@@ -9,8 +9,9 @@ turn of Gemma ends with ``<end_of_turn>`` and not with the tokenizer's ``<eos>``
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 from gdpo_nemo.config.model_checks import read_model_config
 from gdpo_nemo.data.conversation import PLACEHOLDER

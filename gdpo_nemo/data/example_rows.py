@@ -11,8 +11,9 @@ axolotl's formats are selected by ``data.<split>.type``.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Callable, Mapping
+from typing import Any
 
 from gdpo_nemo.config.algorithm_choice import FIELDS, FORMATS, PROMPT_COLUMNS, is_transform
 from gdpo_nemo.data.messages import chat_messages, clean_columns

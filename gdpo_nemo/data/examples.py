@@ -8,9 +8,10 @@ and the conversation in the same way (``assistant_turns``).
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -83,7 +84,9 @@ class ExampleSource(PromptSource):
         literal = isinstance(dataset.type, Mapping) or str(dataset.type).startswith(("chatml.", "llama3."))
         chat = False if literal else dataset.chat
         use_template = bool(getattr(tokenizer, "chat_template", None)) if chat is None else chat
-        examples = [_as_messages(found, use_template) for index, row in enumerate(rows) for found in read(index, row)]
+        examples: list[Row] = []
+        for index, row in enumerate(rows):
+            examples += [_as_messages(found, use_template) for found in read(index, row)]
         plain = replace(dataset, prompt_key="prompt", columns={}, type=None, chat=chat)
         super().__init__(
             plain,
@@ -94,24 +97,27 @@ class ExampleSource(PromptSource):
             max_prompt_tokens=max_prompt_tokens,
             rows=examples,
         )
-        self._encode = encode = _Encoder(tokenizer, split, dataset, kind, keep_suffix=keep_suffix)
+        self._encode = _Encoder(tokenizer, split, dataset, kind, keep_suffix=keep_suffix)
         limit = max_prompt_tokens + 1
-        encoded = [encode(prompt) for prompt in self._prompts]
-        lengths = [
-            len(prompt.token_ids) + max(len(answer.token_ids) for answer in prompt.fields["answers"])
-            for prompt in encoded
-        ]
-        self.refused += [RefusedPrompt(p.id, length) for p, length in zip(encoded, lengths) if length > limit]
-        self._prompts = [prompt for prompt, length in zip(encoded, lengths) if length <= limit]
-        if not self._prompts:
+        lengths = []
+        fitting = []
+        for prompt in map(self._encode, self._prompts):
+            longest = max(len(answer.token_ids) for answer in prompt.fields["answers"])
+            lengths.append(len(prompt.token_ids) + longest)
+            if lengths[-1] > limit:
+                self.refused.append(RefusedPrompt(prompt.id, lengths[-1]))
+            else:
+                fitting.append(prompt)
+        if not fitting:
             raise ConfigError(
                 f"data.{split}: all {len(examples)} rows are longer than {limit} tokens with their answers "
                 f"(the shortest has {min(lengths)}); raise policy.max_total_sequence_length"
             )
+        self._prompts = fitting
 
     def left_out(self) -> str:
         """Return a message about skipped rows and shortened prompts. See ``PromptSource.left_out``."""
-        return "\n".join(message for message in (super().left_out(), self._encode.note()) if message)
+        return "\n".join(filter(None, (super().left_out(), self._encode.note())))
 
 
 def source_of(algorithm: AlgorithmSpec) -> Callable[..., PromptSource]:
@@ -140,10 +146,11 @@ def _as_messages(row: Row, use_template: bool) -> Row:
     prompt = row["prompt"]
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    answers = [
-        ([{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer, sign)
-        for answer, sign in row["answers"]
-    ]
+    answers: list[tuple[Any, int]] = []
+    for answer, sign in row["answers"]:
+        if isinstance(answer, str):
+            answer = [{"role": "assistant", "content": answer}]
+        answers.append((answer, sign))
     return {**row, "prompt": prompt, "answers": tuple(answers)}
 
 
@@ -167,24 +174,21 @@ class _Encoder:
         common = len(os.path.commonprefix([context.tolist() for context in contexts]))
         if not common:
             raise self._error(prompt, "the chat template renders a different prompt for each answer")
-        encoded = [
-            self._answer(context[common:], before, pieces, sign)
-            for context, (before, pieces), (_, sign) in zip(contexts, found, prompt.fields["answers"])
-        ]
+        # With ``all``, the prompt is part of each answer. Its first token cannot be trained, because it has no context.
+        untrained = 1 if self._train_on == "all" else common
+        answers = []
+        for context, (before, pieces), (_, sign) in zip(contexts, found, prompt.fields["answers"]):
+            answer = self._answer(context[common:], before, pieces, sign)
+            if not len(answer.token_ids) or (answer.mask is not None and not answer.mask.any()):
+                raise self._error(prompt, "an answer has no tokens to train")
+            if self._train_on == "all":
+                answer = Answer(np.concatenate((contexts[0][1:common], answer.token_ids)), None, sign)
+            answers.append(answer)
         text = min((before for before, _ in found), key=len)
         if len(text) < len(prompt.text) and prompt.text.startswith(text):
             self._shortened.append((prompt, prompt.text[len(text) :]))
-        prompt = replace(prompt, text=text, token_ids=contexts[0][:common])
-        for answer in encoded:
-            if not len(answer.token_ids) or (answer.mask is not None and not answer.mask.any()):
-                raise self._error(prompt, "an answer has no tokens to train")
-        if self._train_on != "all":
-            return replace(prompt, fields={**prompt.fields, "answers": tuple(encoded)})
-        # The first token cannot be trained, because it has no context.
-        first = prompt.token_ids[:1]
-        rest = prompt.token_ids[1:]
-        whole = [Answer(np.concatenate((rest, answer.token_ids)), None, answer.sign) for answer in encoded]
-        return replace(prompt, token_ids=first, fields={**prompt.fields, "answers": tuple(whole)})
+        fields = {**prompt.fields, "answers": tuple(answers)}
+        return replace(prompt, text=text, token_ids=contexts[0][:untrained], fields=fields)
 
     def _context(self, prompt: Prompt, text: str) -> np.ndarray:
         """Return the tokens of the text before an answer."""

@@ -8,7 +8,9 @@ such values as Python's text, or drop them.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 from gdpo_nemo.data.replies import answer_of, parsed_arguments
 from gdpo_nemo.utils.files import check_pairs
@@ -33,8 +35,10 @@ def chat_messages(messages: Sequence[Message], tools: Sequence[Tool] | None = No
     Raises:
         ValueError: if a message contains content other than text, or an invalid tool call. The error names the message.
     """
-    functions = [tool.get("function") or tool for tool in tools or ()]
-    parameters = {function.get("name"): function.get("parameters") for function in functions}
+    parameters = {}
+    for tool in tools or ():
+        function = tool.get("function") or tool
+        parameters[function.get("name")] = function.get("parameters")
     found = []
     for index, message in enumerate(messages):
         try:
@@ -49,13 +53,18 @@ def chat_messages(messages: Sequence[Message], tools: Sequence[Tool] | None = No
 
 def plain_message(message: Message) -> dict[str, Any]:
     """Return a message as ``chat_messages`` does, but with its tool calls unchanged. Raises ValueError."""
-    plain = {key: value for key, value in message.items() if value is not None}
+    plain = _given(message)
     plain["content"] = _text(message)
     if plain.get("role") == "developer":
         plain["role"] = "system"
     if not plain.get("tool_calls", True):
         del plain["tool_calls"]
     return plain
+
+
+def _given(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys whose value is not null."""
+    return {key: value for key, value in mapping.items() if value is not None}
 
 
 def _text(message: Message) -> str:
@@ -81,10 +90,9 @@ def _call(call: Any, parameters: Mapping[Any, Any]) -> dict[str, Any]:
     if not isinstance(function, Mapping):
         raise ValueError("has a tool call that is not an object with a function")
     arguments = parsed_arguments(function.get("arguments"))
-    given = {} if arguments is None else _without_padding(arguments, parameters.get(function.get("name")))
-    plain = {key: value for key, value in call.items() if value is not None}
-    named = {**{key: value for key, value in function.items() if value is not None}, "arguments": given}
-    return {**plain, "function": named} if function is not call else named
+    values = {} if arguments is None else _without_padding(arguments, parameters.get(function.get("name")))
+    named = {**_given(function), "arguments": values}
+    return {**_given(call), "function": named} if function is not call else named
 
 
 def _without_padding(value: Any, schema: Any) -> Any:
@@ -111,13 +119,13 @@ def _accepts_null(schema: Any) -> bool:
         return True
     if None in (schema.get("enum") or ()):
         return True
-    return any(_accepts_null(choice) for key in ("anyOf", "oneOf") for choice in schema.get(key) or ())
+    return any(map(_accepts_null, chain(schema.get("anyOf") or (), schema.get("oneOf") or ())))
 
 
 def without_nulls(value: Any) -> Any:
     """Remove the keys of nested mappings whose value is null. ``default`` remains in a schema that accepts null."""
     if isinstance(value, (list, tuple)):
-        return [without_nulls(part) for part in value]
+        return list(map(without_nulls, value))
     if not isinstance(value, Mapping):
         return value
     return {
@@ -139,12 +147,12 @@ def tool_schemas(value: Any) -> list[dict[str, Any]] | None:
     tools = [given] if isinstance(given, Mapping) else given
     if tools is None:
         return None
-    tools = [parsed_arguments(tool) for tool in tools] if isinstance(tools, (list, tuple)) else [tools]
+    tools = list(map(parsed_arguments, tools)) if isinstance(tools, (list, tuple)) else [tools]
     if not all(isinstance(tool, Mapping) for tool in tools):
         raise ValueError(
             f"tools must be a list of JSON schemas or its JSON text, got {str(value)[:40]!r}; rename another column"
         )
-    return [without_nulls(tool) for tool in tools]
+    return list(map(without_nulls, tools))
 
 
 def clean_columns(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,10 +198,10 @@ def rendered(tokenizer: Tokenizer, messages: Sequence[Message], prompts: bool, *
 def _with_text_arguments(messages: Sequence[Message]) -> list[Message]:
     changed: list[Message] = []
     for message in messages:
-        calls = [
-            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"].get("arguments"))}}
-            for call in message.get("tool_calls") or ()
-        ]
+        calls = []
+        for call in message.get("tool_calls") or ():
+            function = {**call["function"], "arguments": json.dumps(call["function"].get("arguments"))}
+            calls.append({**call, "function": function})
         changed.append({**message, "tool_calls": calls} if calls else message)
     return changed
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -78,6 +79,7 @@ class TrainSequence(TokenInputs[np.ndarray]):
     @property
     def has_advantage(self) -> bool:
         """True if the advantage of any token is not 0. NaN is treated as nonzero."""
+        # A NaN must reach the loss, which stops the run. A skipped sequence would hide it.
         return bool(self.advantage.any() if isinstance(self.advantage, np.ndarray) else self.advantage)
 
     def token_advantages(self) -> np.ndarray:
@@ -93,6 +95,7 @@ def with_gradient(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
     """Return the sequences with a nonzero advantage and weight, and the other sequences of their trajectories. An
     update needs at least one sequence, so return the shortest sequence if all would be skipped."""
     trained = [bool(s.has_advantage and s.weight) for s in sequences]
+    # Losses over whole sequences read all sequences of a trajectory, also those without a gradient of their own.
     trajectories = {s.trajectory for s, keep in zip(sequences, trained) if keep} - {-1}
     chosen = [s for s, keep in zip(sequences, trained) if keep or s.trajectory in trajectories]
     return chosen or [min(sequences, key=len)]
@@ -108,18 +111,36 @@ Assignment = list[list[list[int]]]
 """Indices of sequences in the batch, by data-parallel rank and micro-batch."""
 
 
-def assign(
-    lengths: Sequence[int],
-    ranks: int,
-    token_budget: int,
-    multiple_of: int = 1,
-    quadratic: float = 0.0,
-    costs: Sequence[float] | None = None,
-) -> Assignment:
-    """Distribute sequences over ``ranks``, in few micro-batches of at most ``token_budget`` tokens.
+@dataclass(frozen=True)
+class Budget:
+    """Limits of the micro-batches of an update, and the costs by which sequences are distributed over them."""
 
-    Every rank gets the same number of micro-batches, a multiple of ``multiple_of``. The number is the lowest for which
-    a greedy fit succeeds. Above 64 micro-batches per rank, the number may be larger than the lowest by 1/64. A
+    ranks: int
+    """Number of data-parallel ranks."""
+    tokens: int
+    """Maximum number of computed tokens in a micro-batch, including the padding of each sequence."""
+    stages: int = 1
+    """Every rank gets a multiple of this number of micro-batches: the stages of an interleaved pipeline, otherwise 1.
+    """
+    multiple: int = 1
+    """The number of computed tokens of a sequence is padded to a multiple of this number."""
+    quadratic: float = 0.0
+    """Coefficient of the quadratic cost: a sequence of n tokens costs n + quadratic * n^2 (see ``attention_cost``)."""
+    attention: float = 1.0
+    """Cost of attention in a layout that shares prompts, relative to other layouts
+    (``prefixes.shared_attention_cost``)."""
+
+    @property
+    def shared_quadratic(self) -> float:
+        """``quadratic`` in a layout that shares prompts."""
+        return self.attention * self.quadratic
+
+
+def assign(lengths: Sequence[int], budget: Budget, costs: Sequence[float] | None = None) -> Assignment:
+    """Distribute sequences over the ranks, in few micro-batches of at most ``budget.tokens`` tokens.
+
+    Every rank gets the same number of micro-batches, a multiple of ``budget.stages``. The number is the lowest for
+    which a greedy fit succeeds. Above 64 micro-batches per rank, the number may be larger than the lowest by 1/64. A
     micro-batch may be empty if there are fewer sequences than micro-batches.
 
     The greedy fit places the longest sequences first, each into the cheapest micro-batch with enough space. The
@@ -127,30 +148,28 @@ def assign(
     The result is deterministic.
 
     Args:
-        lengths: tokens of each sequence.
-        multiple_of: stages of an interleaved pipeline (1 if the pipeline is not interleaved).
-        quadratic: coefficient of the quadratic cost (see ``attention_cost``). A sequence of n tokens costs
-            n + quadratic * n^2.
+        lengths: tokens of each sequence, including padding.
         costs: cost of each sequence. None computes the cost from the length.
 
     Raises:
-        ValueError: if a sequence is longer than ``token_budget``.
+        ValueError: if a sequence is longer than ``budget.tokens``.
     """
-    if lengths and max(lengths) > token_budget:
-        raise ValueError(f"a sequence of {max(lengths)} tokens exceeds the micro-batch budget of {token_budget}")
-    costs = [cost_of(length, quadratic) for length in lengths] if costs is None else costs
-    count = math.ceil(_least_micro_batches(lengths, token_budget) / ranks)
+    if lengths and max(lengths) > budget.tokens:
+        raise ValueError(f"a sequence of {max(lengths)} tokens exceeds the micro-batch budget of {budget.tokens}")
+    costs = [cost_of(length, budget.quadratic) for length in lengths] if costs is None else costs
+    count = math.ceil(_least_micro_batches(lengths, budget.tokens) / budget.ranks)
     while True:
-        count = _whole_rounds(count, multiple_of)
-        bins = _fit(lengths, count * ranks, token_budget, costs)
+        # All ranks need the same number, because expert parallelism exchanges tokens between data-parallel ranks.
+        count = _whole_rounds(count, budget.stages)
+        bins = _fit(lengths, count * budget.ranks, budget.tokens, costs)
         if bins is not None:
-            return _distribute(bins, ranks)
+            return _distribute(bins, budget.ranks)
         count += max(1, count // 64)  # increments of 1 would take seconds with thousands of micro-batches
 
 
-def assign_singly(count: int, ranks: int, multiple_of: int = 1) -> Assignment:
+def assign_singly(count: int, ranks: int, stages: int = 1) -> Assignment:
     """Put every sequence into a separate micro-batch. Ranks with fewer sequences get empty micro-batches."""
-    each = _whole_rounds(max(1, math.ceil(count / ranks)), multiple_of)
+    each = _whole_rounds(max(1, math.ceil(count / ranks)), stages)
     bins = [[i] for i in range(count)] + [[] for _ in range(each * ranks - count)]
     return [bins[rank::ranks] for rank in range(ranks)]
 
@@ -166,34 +185,34 @@ def _whole_rounds(count: int, stages: int) -> int:
     return stages * (max(2, rounds) if stages > 1 else rounds)
 
 
-def _least_micro_batches(lengths: Sequence[int], budget: int) -> int:
+def _least_micro_batches(lengths: Sequence[int], limit: int) -> int:
     """Return a lower bound for the number of micro-batches, to skip fits that must fail.
 
-    For every n, consider the n longest sequences. A micro-batch can hold at most ``budget // length`` of these
+    For every n, consider the n longest sequences. A micro-batch can hold at most ``limit // length`` of these
     sequences, where ``length`` is the shortest of their lengths.
     """
     if not lengths:
         return 1
     longest = np.sort(np.asarray(lengths))[::-1]
-    by_number = -(-np.arange(1, len(longest) + 1) // (budget // longest))
-    return max(1, math.ceil(sum(lengths) / budget), int(by_number.max()))
+    by_number = -(-np.arange(1, len(longest) + 1) // (limit // longest))
+    return max(1, math.ceil(sum(lengths) / limit), int(by_number.max()))
 
 
-def _fit(lengths: Sequence[int], count: int, budget: int, costs: Sequence[float]) -> list[list[int]] | None:
+def _fit(lengths: Sequence[int], count: int, limit: int, costs: Sequence[float]) -> list[list[int]] | None:
     """Return ``count`` micro-batches, sorted from expensive to cheap, or None if the sequences do not fit."""
     heap = [(0.0, 0, index) for index in range(count)]
     bins: list[list[int]] = [[] for _ in range(count)]
     # Longer sequences cost more. This order also puts sequences of similar length next to each other.
     for sequence in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         full = []
-        while heap and heap[0][1] + lengths[sequence] > budget:
+        while heap and heap[0][1] + lengths[sequence] > limit:
             full.append(heapq.heappop(heap))
         if not heap:
             return None
         cost, tokens, index = heapq.heappop(heap)
         bins[index].append(sequence)
         heapq.heappush(heap, (cost + costs[sequence], tokens + lengths[sequence], index))
-        for entry in full:
+        for entry in full:  # a shorter sequence may still fit
             heapq.heappush(heap, entry)
     return sorted(bins, key=lambda members: -sum(costs[i] for i in members))
 
@@ -201,6 +220,7 @@ def _fit(lengths: Sequence[int], count: int, budget: int, costs: Sequence[float]
 def _distribute(bins: list[list[int]], ranks: int) -> Assignment:
     assignment: Assignment = [[] for _ in range(ranks)]
     for start in range(0, len(bins), ranks):
+        # The rank with the most expensive micro-batch of a round gets the cheapest of the next.
         order = range(ranks) if start // ranks % 2 == 0 else reversed(range(ranks))
         for rank, members in zip(order, bins[start : start + ranks]):
             assignment[rank].append(members)
@@ -275,6 +295,7 @@ def measure(
     for members in chain.from_iterable(assignment):
         computed = [lengths[i] - shared[i] for i in members]
         real += sum(computed)
+        # An empty micro-batch is processed as one token of padding, as in ``pack_rows``.
         padded += sum(pad_lengths(computed or [1], multiple, total_multiple))
     costs = rank_costs(assignment, lengths, shared, quadratic)
     mean = sum(costs) / len(costs)
@@ -290,7 +311,11 @@ def measure(
 
 def rank_costs(assignment: Assignment, lengths: Sequence[int], shared: Sequence[int], quadratic: float) -> list[float]:
     """Return the estimated cost of each data-parallel rank (see ``cost_of``)."""
-    return [sum(cost_of(lengths[i], quadratic, shared[i]) for i in chain.from_iterable(share)) for share in assignment]
+    costs = []
+    for share in assignment:
+        members = chain.from_iterable(share)
+        costs.append(sum(cost_of(lengths[i], quadratic, shared[i]) for i in members))
+    return costs
 
 
 @dataclass
@@ -348,7 +373,9 @@ def pack_rows(
         positions: function (length, rank, size) that returns the positions of a sequence's tokens on a context-parallel
             rank, as a list, array or tensor of integers. None for one rank.
     """
+    # Megatron gives every context-parallel rank two chunks of a sequence, one from each end.
     multiple = 2 * context_size if context_size > 1 else 1
+    # All ranks run the same number of micro-batches, so one without sequences consists of a token of padding.
     shared = [sequences[i].shared for i in members] or [0]
     lengths = [len(sequences[i]) - sequences[i].shared for i in members] or [1]
     padded = pad_lengths(lengths, multiple, total_multiple)
@@ -368,12 +395,13 @@ def pack_rows(
             token_indices = np.asarray(positions(length, context_rank, context_size))
         tokens.append(padded_tokens[token_indices])
         if width:
-            padded_choices = np.full((length, width), -1, np.int16)
+            padded_choices = np.full((length, width), -1, np.int16)  # for padding, the router chooses
             if s.routing is not None:
                 padded_choices[: len(s) - s.shared] = s.routing[s.shared :]
             routing.append(padded_choices[token_indices])
         local_rows = np.full(length, -1, np.int64)
         local_rows[token_indices] = start + np.arange(len(token_indices))
+        # The previous sequence has computed the shared tokens, so their rows are its rows.
         rows_of = np.concatenate((rows_of[: s.shared], local_rows))
         columns.append(_predicting_rows(i, s, rows_of))
         start += len(token_indices)
@@ -401,7 +429,7 @@ def _predicting_rows(index: int, sequence: TrainSequence, rows_of: np.ndarray) -
         rows_of: index of each of the sequence's tokens in the local pack (-1 for tokens of other context-parallel
             ranks).
     """
-    before = len(sequence.prompt_ids) - 1
+    before = len(sequence.prompt_ids) - 1  # the prompt's last token predicts the first target
     rows = rows_of[before : before + len(sequence.completion_ids)]
     selected = rows >= 0
     if sequence.loss_mask is not None:

@@ -10,13 +10,14 @@ its predecessor. This order also shares prefixes that are common to several prom
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import NamedTuple, Sequence
+from typing import NamedTuple
 
 from gdpo_nemo.config.layout import Resolved, prompt_sharing, shares_with_flex_attention
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.data.packing import Assignment, TrainSequence, assign, cost_of, rank_costs
+from gdpo_nemo.data.packing import Assignment, Budget, TrainSequence, assign, cost_of, rank_costs
 from gdpo_nemo.data.state_keys import common_tokens, sort_key
 
 LEAST_SHARE = 1 / 8
@@ -119,125 +120,82 @@ def shared_prefixes(sequences: Sequence[TrainSequence], least: float = LEAST_SHA
     return shared
 
 
-def unshared(
-    sequences: Sequence[TrainSequence],
-    ranks: int,
-    token_budget: int,
-    multiple_of: int = 1,
-    quadratic: float = 0.0,
-    multiple: int = 1,
-) -> Layout:
-    """Return the layout in which every sequence computes all its tokens. For the arguments, see ``shared_layout``."""
-    lengths = [_padded(len(s), multiple) for s in sequences]
-    return Layout(assign(lengths, ranks, token_budget, multiple_of, quadratic), [0] * len(sequences))
+def unshared(sequences: Sequence[TrainSequence], budget: Budget) -> Layout:
+    """Return the layout in which every sequence computes all its tokens."""
+    lengths = [_padded(len(s), budget.multiple) for s in sequences]
+    return Layout(assign(lengths, budget), [0] * len(sequences))
 
 
-def shared_layout(
-    sequences: Sequence[TrainSequence],
-    ranks: int,
-    token_budget: int,
-    multiple_of: int = 1,
-    quadratic: float = 0.0,
-    multiple: int = 1,
-) -> Layout:
+def shared_layout(sequences: Sequence[TrainSequence], budget: Budget) -> Layout:
     """Return a layout in which sequences with the same prompt share its computation.
 
-    The sequences of a prompt form one piece, or as few pieces as ``token_budget`` allows. A piece is computed in one
+    The sequences of a prompt form one piece, or as few pieces as ``budget.tokens`` allows. A piece is computed in one
     micro-batch, and every piece computes the common tokens of the prompt once. If the ranks are not balanced, smaller
     pieces are tried, and the layout with the lowest cost of the most expensive rank is returned.
 
-    Args:
-        ranks, token_budget, multiple_of, quadratic: see ``packing.assign``. The budget and the cost include only
-            computed tokens.
-        multiple: the number of computed tokens of a sequence is padded to a multiple of this number.
-
     Raises:
-        ValueError: if a sequence is longer than ``token_budget``.
+        ValueError: if a sequence is longer than ``budget.tokens``.
     """
     groups = _by_prompt(sequences, range(len(sequences)))
     lengths = [len(s) for s in sequences]
     # Includes padding. Pieces cannot be smaller than this, so the loop ends at this limit.
-    longest = max((_padded(length, multiple) for length in lengths), default=1)
-    limit = token_budget
+    longest = max((_padded(length, budget.multiple) for length in lengths), default=1)
+    limit = budget.tokens
     best: Layout | None = None
     while True:
-        pieces = list(chain.from_iterable(_split(group, sequences, limit, multiple) for group in groups))
-        found = _assign_pieces(pieces, sequences, ranks, token_budget, multiple_of, quadratic, multiple)
-        if best is None or found.cost(lengths, quadratic) < best.cost(lengths, quadratic):
+        pieces: list[_Piece] = []
+        for group in groups:
+            pieces += _split(group, sequences, limit, budget.multiple)
+        found = _assign_pieces(pieces, sequences, budget)
+        costs = rank_costs(found.assignment, lengths, found.shared, budget.shared_quadratic)
+        if best is None or max(costs) < best.cost(lengths, budget.shared_quadratic):
             best = found
-        costs = rank_costs(found.assignment, lengths, found.shared, quadratic)
-        largest = max((_piece_tokens(piece, sequences, multiple) for piece in pieces), default=1)
-        limit = largest // 2
-        if max(costs) <= (1 + _EVEN) * sum(costs) / ranks or limit < longest:
+        largest = max((_piece_tokens(piece, sequences, budget.multiple) for piece in pieces), default=1)
+        limit = largest // 2  # relative to the largest piece, because a limit above it would give the same pieces
+        if max(costs) <= (1 + _EVEN) * sum(costs) / budget.ranks or limit < longest:
             return best
 
 
-def choose_layout(
-    sharing: bool | None,
-    sequences: Sequence[TrainSequence],
-    ranks: int,
-    token_budget: int,
-    multiple_of: int = 1,
-    quadratic: float = 0.0,
-    multiple: int = 1,
-    attention: float = 1.0,
-) -> Layout:
+def choose_layout(sharing: bool | None, sequences: Sequence[TrainSequence], budget: Budget) -> Layout:
     """Return the layout selected by ``policy.share_prompts``.
 
     Args:
         sharing: True for the shared layout, False for the unshared one. None shares prompts only if this reduces the
             cost by at least ``LEAST_GAIN``.
-        attention: cost of attention in the shared layout, relative to the unshared one (``shared_attention_cost``).
-
-    For the other arguments, see ``shared_layout``.
     """
-    arguments = sequences, ranks, token_budget, multiple_of
     if sharing:
-        return shared_layout(*arguments, attention * quadratic, multiple)
-    plain = unshared(*arguments, quadratic, multiple)
+        return shared_layout(sequences, budget)
+    plain = unshared(sequences, budget)
     if sharing is False or all(len(piece.members) == 1 for piece in _by_prompt(sequences, range(len(sequences)))):
         return plain
-    shared = shared_layout(*arguments, attention * quadratic, multiple)
-    return shared if _pays(shared, plain, sequences, quadratic, attention) else plain
+    return _cheaper(shared_layout(sequences, budget), plain, sequences, budget)
 
 
-def _pays(
-    shared: Layout, plain: Layout, sequences: Sequence[TrainSequence], quadratic: float, attention: float
-) -> bool:
-    """Return whether the shared layout reduces the cost by at least ``LEAST_GAIN``."""
+def _cheaper(shared: Layout, plain: Layout, sequences: Sequence[TrainSequence], budget: Budget) -> Layout:
+    """Return the shared layout if it reduces the cost by at least ``LEAST_GAIN``, otherwise the plain one."""
     lengths = [len(s) for s in sequences]
-    return shared.cost(lengths, attention * quadratic) <= (1 - LEAST_GAIN) * plain.cost(lengths, quadratic)
+    limit = (1 - LEAST_GAIN) * plain.cost(lengths, budget.quadratic)
+    return shared if shared.cost(lengths, budget.shared_quadratic) <= limit else plain
 
 
-def whole_layout(
-    sharing: bool | None,
-    sequences: Sequence[TrainSequence],
-    ranks: int,
-    token_budget: int,
-    multiple_of: int = 1,
-    quadratic: float = 0.0,
-    multiple: int = 1,
-    attention: float = 1.0,
-) -> Layout:
+def whole_layout(sharing: bool | None, sequences: Sequence[TrainSequence], budget: Budget) -> Layout:
     """Return a layout in which pairs and trajectories are whole: both completions of a pair (``TrainSequence.pair``),
     and all sequences of a trajectory, are in the same micro-batch.
 
-    For the arguments, see ``choose_layout``. If a pair or trajectory has more than ``token_budget`` tokens, its length
-    becomes the budget.
+    For ``sharing``, see ``choose_layout``. If a pair or trajectory has more than ``budget.tokens`` tokens, its length
+    becomes the limit.
     """
     units: dict[tuple[int, int], list[int]] = {}
     for index, s in enumerate(sequences):
         alone = not s.pair and s.trajectory < 0
+        # Both completions of a pair have its number, one of them negated.
         units.setdefault((-1, index) if alone else (abs(s.pair), s.trajectory), []).append(index)
     plain_pieces = [_Piece(members, 0) for members in units.values()]
-    arguments = sequences, ranks, token_budget, multiple_of
     pieces = plain_pieces if sharing is False else [_whole_piece(piece.members, sequences) for piece in plain_pieces]
-    shares = any(piece.common for piece in pieces)
-    shared = _assign_units(pieces, *arguments, (attention if shares else 1.0) * quadratic, multiple)
-    if sharing is not None or not shares:
+    shared = _assign_units(pieces, sequences, budget)
+    if sharing is not None or not any(piece.common for piece in pieces):
         return shared
-    plain = _assign_units(plain_pieces, *arguments, quadratic, multiple)
-    return shared if _pays(shared, plain, sequences, quadratic, attention) else plain
+    return _cheaper(shared, _assign_units(plain_pieces, sequences, budget), sequences, budget)
 
 
 def _whole_piece(members: list[int], sequences: Sequence[TrainSequence]) -> _Piece:
@@ -246,30 +204,36 @@ def _whole_piece(members: list[int], sequences: Sequence[TrainSequence]) -> _Pie
     return found[0] if len(found) == 1 else _Piece(members, 0)
 
 
-def _assign_units(
-    pieces: Sequence[_Piece],
-    sequences: Sequence[TrainSequence],
-    ranks: int,
-    token_budget: int,
-    multiple_of: int,
-    quadratic: float,
-    multiple: int,
-) -> Layout:
+def _assign_units(pieces: Sequence[_Piece], sequences: Sequence[TrainSequence], budget: Budget) -> Layout:
     """Distribute the pieces over ranks and micro-batches. A piece is never split."""
+    quadratic = budget.shared_quadratic if any(piece.common for piece in pieces) else budget.quadratic
     tokens: list[int] = []
     costs: list[float] = []
     shared = [0] * len(sequences)
     for piece in pieces:
-        tokens.append(_piece_tokens(piece, sequences, multiple))
+        tokens.append(_piece_tokens(piece, sequences, budget.multiple))
+        # The shared tokens are known before the assignment, because a piece is neither split nor reordered.
         if piece.common:
-            for i, count in zip(piece.members, shared_prefixes([sequences[i] for i in piece.members])):
-                shared[i] = count
+            _set_shared(shared, piece.members, sequences)
         costs.append(sum(cost_of(len(sequences[i]), quadratic, shared[i]) for i in piece.members))
-    assigned = assign(tokens, ranks, max(token_budget, max(tokens)), multiple_of, costs=costs)
+    assigned = assign(tokens, replace(budget, tokens=max(budget.tokens, max(tokens))), costs)
+    return Layout(_members_of(assigned, pieces), shared)
+
+
+def _members_of(assigned: Assignment, pieces: Sequence[_Piece]) -> Assignment:
+    """Convert an assignment of pieces to an assignment of their sequences."""
     assignment: Assignment = []
     for micro_batches in assigned:
-        assignment.append([list(chain.from_iterable(pieces[n].members for n in numbers)) for numbers in micro_batches])
-    return Layout(assignment, shared)
+        assignment.append([])
+        for numbers in micro_batches:
+            assignment[-1].append(list(chain.from_iterable(pieces[number].members for number in numbers)))
+    return assignment
+
+
+def _set_shared(shared: list[int], members: Sequence[int], sequences: Sequence[TrainSequence]) -> None:
+    """Set the number of shared tokens of the sequences that are processed in this order."""
+    for i, count in zip(members, shared_prefixes([sequences[i] for i in members])):
+        shared[i] = count
 
 
 def _padded(tokens: int, multiple: int) -> int:
@@ -304,7 +268,9 @@ def _by_prompt(sequences: Sequence[TrainSequence], indices: Sequence[int]) -> li
 
 def _by_states(members: list[int], sequences: Sequence[TrainSequence]) -> list[_Piece]:
     """Group sequences of one prompt by the states of the prompt."""
+    # Of the longest sequence, a common prefix is the smallest fraction.
     least = LEAST_SHARE * max(len(sequences[i]) for i in members)
+    # Neighbours in this order have the longest common prefixes, so only neighbours are compared.
     in_order = sorted(members, key=lambda i: sort_key(sequences[i].state_keys[: len(sequences[i].prompt_ids)]))
     groups = [_Piece(in_order[:1], _shareable(sequences[in_order[0]]))]
     for before, index in zip(in_order, in_order[1:]):
@@ -320,11 +286,13 @@ def _by_states(members: list[int], sequences: Sequence[TrainSequence]) -> list[_
 
 def _shareable(sequence: TrainSequence) -> int:
     """Return the number of prompt tokens that another sequence may compute. The last token is never shared."""
+    # Every sequence computes a token, also if it equals another one, so no sequence of a micro-batch is empty.
     return min(len(sequence.prompt_ids), len(sequence) - 1)
 
 
 def _piece_tokens(piece: _Piece, sequences: Sequence[TrainSequence], multiple: int) -> int:
     """Return an upper bound for the number of tokens computed for a piece, including padding."""
+    # An upper bound, because the first sequence is padded once, with its common and its other tokens together.
     common = piece.common if len(piece.members) > 1 else 0
     return _padded(common, multiple) + sum(_padded(len(sequences[i]) - common, multiple) for i in piece.members)
 
@@ -347,32 +315,20 @@ def _split(group: _Piece, sequences: Sequence[TrainSequence], limit: int, multip
     return pieces
 
 
-def _assign_pieces(
-    pieces: Sequence[_Piece],
-    sequences: Sequence[TrainSequence],
-    ranks: int,
-    token_budget: int,
-    multiple_of: int,
-    quadratic: float,
-    multiple: int,
-) -> Layout:
+def _assign_pieces(pieces: Sequence[_Piece], sequences: Sequence[TrainSequence], budget: Budget) -> Layout:
     """Distribute the pieces over ranks and micro-batches. Sort the sequences of each micro-batch by their keys."""
-    tokens = [_piece_tokens(piece, sequences, multiple) for piece in pieces]
-    costs = [_piece_cost(piece, sequences, quadratic) for piece in pieces]
-    assigned = assign(tokens, ranks, token_budget, multiple_of, costs=costs)
+    tokens = [_piece_tokens(piece, sequences, budget.multiple) for piece in pieces]
+    costs = [_piece_cost(piece, sequences, budget.shared_quadratic) for piece in pieces]
+    assignment = _members_of(assign(tokens, budget, costs), pieces)
     shared = [0] * len(sequences)
-    assignment: Assignment = []
-    for micro_batches in assigned:
-        assignment.append([])
-        for numbers in micro_batches:
-            members = list(chain.from_iterable(pieces[number].members for number in numbers))
-            members.sort(key=lambda i: sort_key(sequences[i].state_keys))
-            for i, count in zip(members, shared_prefixes([sequences[i] for i in members])):
-                shared[i] = count
-            assignment[-1].append(members)
+    for members in chain.from_iterable(assignment):
+        # Neighbours in this order have the longest common prefixes, also if they belong to different prompts.
+        members.sort(key=lambda i: sort_key(sequences[i].state_keys))
+        _set_shared(shared, members, sequences)
     return Layout(assignment, shared)
 
 
 def _piece_cost(piece: _Piece, sequences: Sequence[TrainSequence], quadratic: float) -> float:
+    # The first sequence computes the common tokens for all.
     first, *others = (len(sequences[i]) for i in piece.members)
     return cost_of(first, quadratic) + sum(cost_of(length, quadratic, piece.common) for length in others)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -91,23 +92,24 @@ class PromptSource:
         render = _Renderer(dataset, self._environments, self._tokenizer, split)
         rows = [_cleaned(row, split, index) for index, row in enumerate(rows)]
         prompts = [render(index, row, verifier) for index, (row, verifier) in enumerate(zip(rows, verifiers))]
-        texts = [text for text, _ in prompts]
-        from_template = [render.chat or messages is not None for _, messages in prompts]
+        texts = []
+        from_template = []
+        for text, messages in prompts:
+            texts.append(text)
+            from_template.append(render.chat or messages is not None)
         with uncollected():  # tokenization creates a few permanent objects per row
             token_ids = tokenise(self._tokenizer, texts, from_template)
             if [] in token_ids:
                 raise ConfigError(f"data.{split}: row {token_ids.index([])}: the prompt has no tokens")
-            self.refused = [
-                RefusedPrompt(row["id"], len(ids))
-                for row, ids in zip(rows, token_ids)
-                if len(ids) > self._max_prompt_tokens
-            ]
-            self._prompts = [
-                self._prompt(row, text, ids, messages, render.key, verifier)
-                for row, (text, messages), ids, verifier in zip(rows, prompts, token_ids, verifiers)
-                if len(ids) <= self._max_prompt_tokens
-            ]
-        if not self._prompts:
+            fitting = []
+            for row, (text, messages), ids, verifier in zip(rows, prompts, token_ids, verifiers):
+                if len(ids) > self._max_prompt_tokens:
+                    self.refused.append(RefusedPrompt(row["id"], len(ids)))
+                    continue
+                fields = {name: value for name, value in row.items() if name not in (render.key, "id")}
+                fitting.append(Prompt(row["id"], np.asarray(ids, dtype=np.int32), text, verifier, fields, messages))
+        self._prompts = fitting
+        if not fitting:
             shortest = min(refused.tokens for refused in self.refused)
             raise ConfigError(
                 f"data.{split}: all {len(rows)} prompts are longer than {self._max_prompt_tokens} tokens "
@@ -165,12 +167,6 @@ class PromptSource:
     def _limit(self) -> str:
         """Return the reason why rows are skipped, as a clause for messages."""
         return f"{self.items} are longer than {self._max_prompt_tokens} tokens"
-
-    def _prompt(
-        self, row: Row, text: str, token_ids: Sequence[int], messages: Messages | None, key: str, environment: str
-    ) -> Prompt:
-        fields = {name: value for name, value in row.items() if name not in (key, "id")}
-        return Prompt(row["id"], np.asarray(token_ids, dtype=np.int32), text, environment, fields, messages)
 
     def _draw_order(self, epoch: int) -> np.ndarray:
         if not self._shuffle:
@@ -233,12 +229,12 @@ class _PromptColumn:
 
     def _check_text_only(self, index: int, row: Row, value: Any) -> None:
         """Refuse a row with images, video or audio, in columns as in TRL or in parts of messages."""
-        kinds: set[str] = set()
-        if isinstance(value, list):
-            contents = [message.get("content") for message in value if isinstance(message, Mapping)]
-            parts = [part for content in contents if isinstance(content, list) for part in content]
-            kinds = {str(part.get("type")) for part in parts if isinstance(part, Mapping)} & set(_NOT_TEXT)
-        kinds |= {name for name in _NOT_TEXT if name != self.key and row.get(name)}
+        kinds = {name for name in _NOT_TEXT if name != self.key and row.get(name)}
+        for message in value if isinstance(value, list) else ():
+            content = message.get("content") if isinstance(message, Mapping) else None
+            for part in content if isinstance(content, list) else ():
+                if isinstance(part, Mapping) and part.get("type") in _NOT_TEXT:
+                    kinds.add(part["type"])
         if kinds:
             raise self.error(index, f"contains {' and '.join(sorted(kinds))}, but only text is supported")
 

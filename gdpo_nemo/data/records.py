@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from gdpo_nemo.config.schema import Config
-from gdpo_nemo.config.sections import PolicyConfig
 from gdpo_nemo.data.replies import Reply
 
 
@@ -158,8 +157,8 @@ class Group:
     """
 
 
-_OF_TOKENS = ("completion_ids", "logprobs")
-_PACKED = tuple(f for f in fields(Trajectory) if f.name not in ("prompt", "trainer_state", *_OF_TOKENS))
+_NOT_PACKED = ("prompt", "trainer_state", "completion_ids", "logprobs")
+_PACKED = tuple(f for f in fields(Trajectory) if f.name not in _NOT_PACKED)
 _DEFAULTS = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in _PACKED}
 _DICTS = [name for name, default in _DEFAULTS.items() if isinstance(default, dict)]
 
@@ -175,11 +174,15 @@ def pack_trajectories(trajectories: Sequence[Trajectory]) -> bytes:
     Tokens and log-probs of all trajectories are one array each, and columns with only default values are omitted.
     Reading a group therefore takes a third of the time that pickled trajectories would take.
     """
-    columns = {f.name: [getattr(t, f.name) for t in trajectories] for f in _PACKED}
-    columns = {name: v for name, v in columns.items() if not all(_is_default(name, value) for value in v)}
-    lengths = [len(t.completion_ids) for t in trajectories]
-    tokens = [np.concatenate([getattr(t, name) for t in trajectories]) for name in _OF_TOKENS]
-    return pickle.dumps((lengths, *tokens, columns), pickle.HIGHEST_PROTOCOL)
+    columns: dict[str, list[Any]] = {}
+    for name in _DEFAULTS:
+        values = [getattr(t, name) for t in trajectories]
+        if not all(_is_default(name, value) for value in values):
+            columns[name] = values
+    completions = [t.completion_ids for t in trajectories]
+    logprobs = np.concatenate([t.logprobs for t in trajectories])
+    data = (list(map(len, completions)), np.concatenate(completions), logprobs, columns)
+    return pickle.dumps(data, pickle.HIGHEST_PROTOCOL)
 
 
 def unpack_trajectories(data: bytes, prompt: Prompt, state: TrainerState | None = None) -> list[Trajectory]:
@@ -275,14 +278,3 @@ class TokenValues:
     """int64 [tokens]: index of the token in its completion"""
     values: np.ndarray
     """float32 [tokens] or [tokens, values per token]"""
-
-
-def splits_to_read(config: Config) -> tuple[str, ...]:
-    """Return the names of the dataset splits that a training run reads."""
-    validates = config.data.validation and (config.gdpo.val_period or config.gdpo.val_at_start)
-    return ("train", "validation") if validates else ("train",)
-
-
-def max_prompt_tokens(policy: PolicyConfig) -> int:
-    """Return the maximum number of tokens in a prompt, which leaves one token for the completion."""
-    return policy.max_total_sequence_length - 1

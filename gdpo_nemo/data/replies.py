@@ -13,10 +13,11 @@ import logging
 import os
 import re
 from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from os.path import commonprefix
-from typing import TYPE_CHECKING, Any, Iterable, Mapping, Sequence, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from gdpo_nemo.data.tokenizer import special_tokens
 from gdpo_nemo.utils.errors import ConfigError, RunError, first_line
@@ -48,6 +49,7 @@ _FORMATS = (
 
 The first entry whose texts are all in the template selects the parser.
 """
+_OPENINGS = {parser: opening for _, parser, opening in _FORMATS}
 _MARKER = re.compile(
     r"tool.?calls?\b|tool.?call.?(begin|end)|python_tag|function.?call|\[/?THINK\]|<\|(channel|message|constrain)\|>|<\|channel>|<channel\|>",
     re.IGNORECASE,
@@ -99,8 +101,10 @@ def reply_parser(config: Config, tokenizer: Tokenizer) -> ReplyParser:
     )
     if generation.tool_call_parser not in (None, NO_PARSER) or generation.reasoning_parser is not None:
         made.load()
-    options = [value for rule in config.gdpo.shaping for value in rule.values() if isinstance(value, Mapping)]
-    made.counts_thinking = any(value.get("thinking", True) is False for value in options)
+    for rule in config.gdpo.shaping:
+        for options in rule.values():
+            if isinstance(options, Mapping) and options.get("thinking", True) is False:
+                made.counts_thinking = True
     return made
 
 
@@ -115,8 +119,10 @@ def message_of(reply: Reply) -> dict[str, Any]:
     if reply.reasoning:
         message["reasoning_content"] = reply.reasoning
     if reply.calls:
-        functions = [{"name": name, "arguments": parsed_arguments(arguments)} for name, arguments in reply.calls]
-        message["tool_calls"] = [{"type": "function", "function": function} for function in functions]
+        message["tool_calls"] = calls = []
+        for name, arguments in reply.calls:
+            function = {"name": name, "arguments": parsed_arguments(arguments)}
+            calls.append({"type": "function", "function": function})
     return message
 
 
@@ -180,8 +186,7 @@ class ReplyParser:
         """vLLM's parser classes by the name of their reasoning parser."""
         self.counts_thinking = False
         """True if ``gdpo.shaping`` requires ``thinking_tokens``."""
-        openings = (opening for _, parser, opening in _FORMATS if parser == self.tool_call_parser)
-        self.opening = next(openings, "<tool_call>")
+        self.opening = _OPENINGS.get(self.tool_call_parser, "<tool_call>")
 
     @property
     def splits_reasoning(self) -> bool:
@@ -190,7 +195,7 @@ class ReplyParser:
 
     def text(self, token_ids: Iterable[int]) -> str:
         """Decode tokens, without special tokens except those that mark tool calls and reasoning."""
-        ids = [int(token) for token in token_ids]
+        ids = list(map(int, token_ids))
         kept = self.markers
         if not kept:
             return self._tokenizer.decode(ids, skip_special_tokens=True)
@@ -201,7 +206,7 @@ class ReplyParser:
         """Decode several sequences as ``text`` does."""
         if self.markers:
             return [self.text(ids) for ids in sequences]
-        return self._tokenizer.batch_decode([list(ids) for ids in sequences], skip_special_tokens=True)
+        return self._tokenizer.batch_decode(list(map(list, sequences)), skip_special_tokens=True)
 
     def token_ranges(
         self, token_ids: Iterable[int], text: str, spans: Iterable[tuple[int, int]]
@@ -219,7 +224,7 @@ class ReplyParser:
         Raises:
             RunError: if ``text`` was not decoded from the tokens.
         """
-        every = [int(token) for token in token_ids]
+        every = list(map(int, token_ids))
         places = [n for n, token in enumerate(every) if self.special.get(token, "") in ("", *self.markers)]
         ids = [every[place] for place in places]
         if self.text(ids) != text:
@@ -259,9 +264,8 @@ class ReplyParser:
         if self.tool_call_parser == "openai":  # a turn has several messages
             named |= special & {"<|start|>", "<|end|>"}
         call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": "x"}}}
-        plain, calling = (
-            self._rendered(message) for message in ({"content": "x"}, {"content": "", "tool_calls": [call]})
-        )
+        plain = self._rendered({"content": "x"})
+        calling = self._rendered({"content": "", "tool_calls": [call]})
         ends = {token for token in special if calling.rstrip().endswith(token) and token not in named}
         written = {token for token in special if token in calling and token not in plain}
         return frozenset((named | written) - ends - self._endings)
@@ -377,7 +381,7 @@ class ReplyParser:
 
     def thinking_tokens(self, token_ids: Sequence[int] | np.ndarray) -> int:
         """Return the number of tokens of a turn before its answer begins, which are reasoning and its marks."""
-        ids = [int(token) for token in token_ids]
+        ids = list(map(int, token_ids))
         text = self.text(ids)
         answer = self._answer(text).strip()
         if not answer:
@@ -401,9 +405,9 @@ class ReplyParser:
 
     def _find_class(self, reasoning_parser: str | None) -> Any:
         module = _vllm_module("vllm.parser")
-        names = [self.tool_call_parser, reasoning_parser]
-        tool, reasoning = (name if name != NO_PARSER else None for name in names)
-        harmony = tool == "openai"
+        harmony = self.tool_call_parser == "openai"
+        tool = None if self.tool_call_parser == NO_PARSER else self.tool_call_parser
+        reasoning = None if reasoning_parser == NO_PARSER else reasoning_parser
         found = module.ParserManager.get_parser(
             tool, "openai_gptoss" if harmony else reasoning, enable_auto_tools=True, is_harmony=harmony
         )
@@ -430,7 +434,10 @@ def _parser_for(tokenizer: Tokenizer) -> str:
     template = getattr(tokenizer, "chat_template", None)
     templates = template.values() if isinstance(template, dict) else [template or ""]
     text = "\n".join(str(part) for part in templates)
-    return next((parser for marks, parser, _ in _FORMATS if all(mark in text for mark in marks)), "hermes")
+    for marks, parser, _ in _FORMATS:
+        if all(mark in text for mark in marks):
+            return parser
+    return "hermes"
 
 
 def _harmony_ids(text: str) -> list[int]:

@@ -6,10 +6,11 @@ import inspect
 import json
 import multiprocessing
 import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from pebble import ProcessExpired, concurrent
 
@@ -219,7 +220,7 @@ def _check_depth(rows: list[Row], where: str) -> None:
             level = [value]
             depth = 0
             while level and depth <= _DEEPEST:
-                level = [inner for outer in level for inner in _values(outer)]
+                level = list(chain.from_iterable(map(_values, level)))
                 depth += 1
             if level:
                 raise ConfigError(
@@ -228,7 +229,9 @@ def _check_depth(rows: list[Row], where: str) -> None:
 
 
 def _values(outer: Any) -> Iterable[Any]:
-    return outer.values() if isinstance(outer, dict) else outer if isinstance(outer, (list, tuple)) else ()
+    if isinstance(outer, dict):
+        return outer.values()
+    return outer if isinstance(outer, (list, tuple)) else ()
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
@@ -338,8 +341,10 @@ def _check_configuration(key: str, name: str, configuration: str, error: Excepti
 
 def _renamed(row: Row, columns: Mapping[str, str], split: str, index: int) -> Row:
     """Rename columns according to ``{new: old}``. An old name ``a.b`` selects a nested field."""
-    values = {new: _column(row, old, split, index) for new, old in columns.items()}
-    return {**{name: value for name, value in row.items() if name not in columns.values()}, **values}
+    renamed = {name: value for name, value in row.items() if name not in columns.values()}
+    for new, old in columns.items():
+        renamed[new] = _column(row, old, split, index)
+    return renamed
 
 
 def _column(row: Row, name: str, split: str, index: int) -> Any:
@@ -375,12 +380,12 @@ def _by_difficulty(rows: list[Row], dataset: DatasetConfig, split: str) -> list[
         return rows
     key = f"data.{split}.difficulty"
     check_difficulty(key, chosen, dataset.shuffle)
-    rates = {
-        row_id: rate
-        for row_id, rate in _pass_rates(Path(os.path.expanduser(chosen.path)), chosen.component, key).items()
-        if chosen.min <= rate <= chosen.max
-    }
-    selected = [row for row in rows if row["id"] in rates]
+    rates = _pass_rates(Path(os.path.expanduser(chosen.path)), chosen.component, key)
+    selected = []
+    for row in rows:
+        rate = rates.get(row["id"])
+        if rate is not None and chosen.min <= rate <= chosen.max:
+            selected.append(row)
     if not selected:
         raise ConfigError(
             f"{key}: no row has a pass rate from {chosen.min:g} to {chosen.max:g} in {chosen.path}; change min or max"
@@ -424,19 +429,18 @@ def transformed(rows: Sequence[Row], dataset: DatasetConfig, split: str) -> list
             ``dataset.remove_columns``.
     """
     transform, removed = _transform(dataset, split)
-    known = dict.fromkeys(column for row in rows for column in row)
+    known = dict.fromkeys(chain.from_iterable(rows))
     names = {*dataset.remove_columns, *(known if removed is None else removed)}
     for name in dataset.remove_columns:
         if name not in known:
             raise ConfigError(f"data.{split}.remove_columns: column {name!r} not found{nearest(name, known)}")
-    remaining = [{name: value for name, value in row.items() if name not in names} for row in rows]
-    if transform is None:
-        return remaining
-    key = f"data.{split}.type: {dataset.type}"
-    return [
-        {**other_columns, **_columns(transform, row, f"{key}: row {index}")}
-        for index, (row, other_columns) in enumerate(zip(rows, remaining))
-    ]
+    converted = []
+    for index, row in enumerate(rows):
+        columns = {name: value for name, value in row.items() if name not in names}
+        if transform is not None:
+            columns |= _columns(transform, row, f"data.{split}.type: {dataset.type}: row {index}")
+        converted.append(columns)
+    return converted
 
 
 def _columns(transform: Transform, row: Row, where: str) -> Row:

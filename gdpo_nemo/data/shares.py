@@ -6,9 +6,10 @@ concatenated for sending, and the rank creates views of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -90,21 +91,23 @@ class Share:
         if by_token:
             advantages = _joined([s.token_advantages() for s in ordered])
         else:
-            advantages = np.array([s.advantage for s in ordered], np.float64)
-        pairs = np.array([s.pair for s in ordered], np.int64)
+            advantages = _numbers(ordered, "advantage", np.float64)
+        pairs = _numbers(ordered, "pair", np.int64)
+        prompts = [s.prompt_ids for s in ordered]
+        completions = [s.completion_ids for s in ordered]
         return cls(
-            sizes=[len(members) for members in micro_batches],
-            prompt_lengths=np.array([len(s.prompt_ids) for s in ordered], np.int64),
-            completion_lengths=np.array([len(s.completion_ids) for s in ordered], np.int64),
-            prompt_ids=_joined([s.prompt_ids for s in ordered]),
-            completion_ids=_joined([s.completion_ids for s in ordered]),
+            sizes=list(map(len, micro_batches)),
+            prompt_lengths=np.array(list(map(len, prompts)), np.int64),
+            completion_lengths=np.array(list(map(len, completions)), np.int64),
+            prompt_ids=_joined(prompts),
+            completion_ids=_joined(completions),
             advantages=advantages,
             by_token=by_token,
-            weights=np.array([s.weight for s in ordered], np.float64),
+            weights=_numbers(ordered, "weight", np.float64),
             columns=columns,
             pairs=pairs if pairs.any() else None,
             shared=None if shared is None else np.array([shared[i] for i in indices], np.int64),
-            trajectories=np.array([s.trajectory for s in ordered]) if has_split_trajectory(ordered) else None,
+            trajectories=_numbers(ordered, "trajectory", np.int64) if has_split_trajectory(ordered) else None,
             routing=_routing(ordered),
         )
 
@@ -118,14 +121,16 @@ class Share:
         """Return the sequences as views of the arrays. The sampler's log-probs are NaN if they were not sent."""
         unknown = np.broadcast_to(np.float32(np.nan), self.completion_ids.shape)
         columns = {"sampler_logprobs": unknown, **self.columns}
-        parts = {name: cut(values, self.completion_lengths) for name, values in columns.items()}
+        parts = [cut(values, self.completion_lengths) for values in columns.values()]
         advantages = cut(self.advantages, self.completion_lengths) if self.by_token else self.advantages.tolist()
         routing: Sequence[np.ndarray | None] = [None] * len(self.weights)
         if self.routing is not None:
             routing = cut(self.routing, self.prompt_lengths + self.completion_lengths)
-        tokens = zip(cut(self.prompt_ids, self.prompt_lengths), cut(self.completion_ids, self.completion_lengths))
-        return [
-            TrainSequence(
+        prompts = cut(self.prompt_ids, self.prompt_lengths)
+        completions = cut(self.completion_ids, self.completion_lengths)
+        sequences = []
+        for i, (prompt, completion, *values) in enumerate(zip(prompts, completions, *parts)):
+            sequence = TrainSequence(
                 prompt_ids=prompt,
                 completion_ids=completion,
                 advantage=advantages[i],
@@ -134,10 +139,10 @@ class Share:
                 shared=0 if self.shared is None else int(self.shared[i]),
                 trajectory=-1 if self.trajectories is None else int(self.trajectories[i]),
                 routing=routing[i],
-                **{name: part[i] for name, part in parts.items()},
+                **dict(zip(columns, values)),
             )
-            for i, (prompt, completion) in enumerate(tokens)
-        ]
+            sequences.append(sequence)
+        return sequences
 
     def flat(self, found: TokenValues, *, complete: bool) -> FlatValues:
         """Convert token values to one array over the completion tokens of all sequences.
@@ -224,7 +229,15 @@ def _routing(sequences: Sequence[TrainSequence]) -> np.ndarray | None:
     if known is None:
         return None
     width = known.shape[1]
-    return _joined([np.full((len(s), width), -1, known.dtype) if s.routing is None else s.routing for s in sequences])
+    parts = []
+    for s in sequences:
+        parts.append(np.full((len(s), width), -1, known.dtype) if s.routing is None else s.routing)
+    return _joined(parts)
+
+
+def _numbers(sequences: Sequence[TrainSequence], name: str, dtype: Any) -> np.ndarray:
+    """Return a field with one number per sequence as an array."""
+    return np.array([getattr(s, name) for s in sequences], dtype)
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:

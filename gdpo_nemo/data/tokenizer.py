@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Mapping, Protocol, Sequence, overload
+from typing import Any, Literal, Protocol, overload
 
 from gdpo_nemo.config.model_checks import TOKENIZER_FILES
 from gdpo_nemo.config.sections import PolicyConfig
@@ -199,9 +200,7 @@ def check_same_tokens(tokenizer: Tokenizer, folder: str | Path, key: str) -> Non
     """
     other = _tokenizer_in(folder, key)
     vocabulary, other_vocabulary = tokenizer.get_vocab(), other.get_vocab()
-    unlike = [
-        token for token in {*vocabulary, *other_vocabulary} if vocabulary.get(token) != other_vocabulary.get(token)
-    ]
+    unlike = dict(vocabulary.items() ^ other_vocabulary.items())  # tokens with different ids, or only in one
     if unlike:
         raise ConfigError(
             f"{key}: {folder} has a different tokenizer than the policy: {len(unlike)} tokens differ, "
@@ -224,10 +223,9 @@ def check_vocabulary(tokenizer: Tokenizer, folder: str | Path) -> None:
     if not any((Path(folder) / file).is_file() for file in TOKENIZER_FILES):
         return
     other = _tokenizer_in(folder, "policy.model_name")
-    vocabulary, added = tokenizer.get_vocab(), {*added_tokens(tokenizer), *added_tokens(other)}
-    unlike = [
-        token for token, index in other.get_vocab().items() if index not in added and vocabulary.get(token) != index
-    ]
+    added = added_tokens(tokenizer) | added_tokens(other)
+    changed = other.get_vocab().items() - tokenizer.get_vocab().items()
+    unlike = [token for token, index in changed if index not in added]
     if unlike:
         raise ConfigError(
             f"policy.tokenizer_name: {len(unlike)} tokens differ from the tokenizer in the model's folder {folder}, "

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Mapping, NamedTuple, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdpo_nemo.data.records import Prompt, Trajectory, Verdict
 from gdpo_nemo.utils.errors import ConfigError, RunError, nearest
@@ -253,11 +255,10 @@ def _checked(reward_names: Sequence[str], trajectory: Trajectory, verdict: Verdi
             f"verify returned turn_rewards for {len(verdict.turn_rewards)} turns of {sample}, which has "
             f"{trajectory.turns} turns"
         )
-    turn_rewards = [
-        _checked_rewards(reward_names, rewards_of_turn, f"turn {turn} of {sample}")
-        for turn, rewards_of_turn in enumerate(verdict.turn_rewards, 1)
-    ]
-    for component in dict.fromkeys(name for rewards_of_turn in turn_rewards for name in rewards_of_turn):
+    turn_rewards = []
+    for turn, given in enumerate(verdict.turn_rewards, 1):
+        turn_rewards.append(_checked_rewards(reward_names, given, f"turn {turn} of {sample}"))
+    for component in chain.from_iterable(turn_rewards):
         if component not in rewards:
             raise RunError(
                 f"verify returned turn_rewards of {component!r} for {sample}, but the rewards do not contain this "
@@ -331,6 +332,20 @@ def read_options(environment: str, options: Mapping[str, Any] | None, **defaults
             )
         values[key] = value
     return SimpleNamespace(**values)
+
+
+def number_option(key: str, value: Any, minimum: float) -> float:
+    """Return the value of an option. Raises ConfigError if it is not a finite number of at least ``minimum``."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value < float("inf"):
+        raise ConfigError(f"{key}: must be a number{'' if minimum < 0 else f' of at least {minimum:g}'}, not {value!r}")
+    return value
+
+
+def count_option(key: str, value: Any) -> int | None:
+    """Return the value of an option. Raises ConfigError if it is neither a positive integer nor null."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ConfigError(f"{key}: must be a positive integer or null ({value!r})")
+    return value
 
 
 def _same_kind(value: Any, default: Any) -> bool:

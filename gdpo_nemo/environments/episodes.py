@@ -20,9 +20,10 @@ server, raise ``EpisodeFailed``, which masks the trajectory.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Mapping, Protocol, Sequence
+from typing import Any, Protocol
 
 from gdpo_nemo.data.records import Outcome, Prompt
 from gdpo_nemo.environments.base import Environment, reward_value

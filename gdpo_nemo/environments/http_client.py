@@ -8,16 +8,17 @@ import os
 import random
 import resource
 import threading
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from http.cookies import CookieError, SimpleCookie
-from typing import Any, Awaitable, Callable, Coroutine, Mapping, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import tenacity
 
-from gdpo_nemo.data.server_replies import (
+from gdpo_nemo.environments.server_replies import (
     Failure,
     FailureKind,
     error_text,
@@ -27,8 +28,6 @@ from gdpo_nemo.data.server_replies import (
     retry_after_s,
 )
 from gdpo_nemo.utils.errors import ConfigError, RunError, remember_secret
-
-Reply = TypeVar("Reply")
 
 CONNECT_S = 10.0
 """Time limit in seconds for opening a connection."""
@@ -237,7 +236,7 @@ class HttpClient:
         return Failure(FailureKind.BAD_REPLY, f"not a valid HTTP reply ({type(error).__name__})")
 
 
-async def with_retries(
+async def with_retries[Reply](
     attempt: Callable[[], Awaitable[Reply]], retries: int, time_left: Callable[[], float], limit: str
 ) -> Reply:
     """Call ``attempt`` until it succeeds, and return its result. Only failures with ``Failure.retried`` are retried.
@@ -350,7 +349,6 @@ def raise_file_limit(minimum: int) -> None:
         )
 
 
-_T = TypeVar("_T")
 _CLOSE_S = 10.0
 """Maximum duration in seconds of the cleanup when a loop is closed."""
 
@@ -368,7 +366,7 @@ class LoopThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
 
-    def start(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
+    def start[T](self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine in the loop and return its future. Any thread may call this method. Raises RunError after
         ``close``."""
         with self._lock:

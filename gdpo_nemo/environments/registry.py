@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any
 
 from gdpo_nemo.config.algorithm_choice import AlgorithmSpec
 from gdpo_nemo.config.objective_checks import check_components
@@ -36,9 +38,13 @@ def _tasks() -> dict[str, str]:
 
     The files are searched as text, so that a file is only imported when its environment is used.
     """
-    classes = {path.stem: _CLASS.search(path.read_text(encoding="utf-8")) for path in sorted(_TASKS.glob("*.py"))}
-    import_paths = {name: f"{__package__}.tasks.{name}:{match[1]}" for name, match in classes.items() if match}
-    return {name: import_path for name, import_path in import_paths.items() if import_path not in _OTHER_NAMES.values()}
+    found = {}
+    for path in sorted(_TASKS.glob("*.py")):
+        match = _CLASS.search(path.read_text(encoding="utf-8"))
+        import_path = f"{__package__}.tasks.{path.stem}:{match[1]}" if match else None
+        if import_path and import_path not in _OTHER_NAMES.values():
+            found[path.stem] = import_path
+    return found
 
 
 BUILT_IN = {**_tasks(), **_OTHER_NAMES}
@@ -135,7 +141,8 @@ def check_rewards(gdpo: GdpoConfig, algorithm: AlgorithmSpec, environments: Mapp
     if not algorithm.samples:
         return
     if not any(environment.open_rewards for environment in environments.values()):
-        check_components(gdpo, [name for environment in environments.values() for name in environment.reward_names])
+        names = chain.from_iterable(environment.reward_names for environment in environments.values())
+        check_components(gdpo, list(names))
 
 
 def dedicated_workers(name: str, options: Mapping[str, Any] | None) -> int | None:
@@ -211,7 +218,7 @@ def announced_components(name: str, options: Mapping[str, Any] | None) -> tuple[
             import_path = entry.get("function") if isinstance(entry, Mapping) else entry
             if isinstance(import_path, str) and import_path not in FUNCTIONS and not is_url(import_path):
                 _check_import_path(f"env.{name}.functions.{component}", import_path, "reward function", FUNCTIONS)
-        return tuple(str(component) for component in options["functions"])
+        return tuple(map(str, options["functions"]))
     installed = plugin in BUILT_IN or any(entry_points(group=ENTRY_POINT_GROUP, name=plugin))
     if not installed:
         _check_import_path(f"env.{name}", plugin, "environment", environment_names())

@@ -20,7 +20,7 @@ from gdpo_nemo.config.rollout_checks import (
 )
 from gdpo_nemo.config.schema import ClusterConfig, Config, RunConfig
 from gdpo_nemo.config.sections import PolicyConfig
-from gdpo_nemo.data.packing import assign
+from gdpo_nemo.data.packing import Budget, assign
 from gdpo_nemo.data.prefixes import shared_attention_cost
 from gdpo_nemo.models.description import ModelDescription
 from gdpo_nemo.models.weights import parameters
@@ -61,10 +61,9 @@ def batch_arithmetic(resolved: Resolved) -> str:
     samples = resolved.samples_per_step
     updates = resolved.updates_per_step
     megatron = config.policy.megatron_cfg
-    multiple = layout.pipeline if megatron.virtual_pipeline_model_parallel_size else 1
-    batches = len(
-        assign([longest] * resolved.samples_per_update, layout.data, config.policy.micro_batch_tokens, multiple)[0]
-    )
+    stages = layout.pipeline if megatron.virtual_pipeline_model_parallel_size else 1
+    budget = Budget(layout.data, config.policy.micro_batch_tokens, stages)
+    batches = len(assign([longest] * resolved.samples_per_update, budget)[0])
     ranks = f" on each of {layout.data} data-parallel ranks" if layout.data > 1 else ""
     return (
         f"{config.gdpo.num_prompts_per_step} prompts x {resolved.sequences_per_prompt} samples = {samples} "

@@ -15,7 +15,7 @@ import numpy as np
 
 from gdpo_nemo.config.rollout_checks import TURNS_KEPT
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory
-from gdpo_nemo.data.server_replies import Failure, FailureKind, printable
+from gdpo_nemo.environments.server_replies import Failure, FailureKind, printable
 from gdpo_nemo.rollouts.context import RolloutContext, Transcript
 from gdpo_nemo.rollouts.endpoint.conversations import History, Turn
 from gdpo_nemo.rollouts.endpoint.service import Service

@@ -20,12 +20,12 @@ from gdpo_nemo.config.layout import Resolved
 from gdpo_nemo.config.model_checks import check_continued, companion, read_model_config
 from gdpo_nemo.config.rollout_checks import check_turns_kept
 from gdpo_nemo.config.schema import Config, RunConfig, TeacherConfig, WeightsConfig
-from gdpo_nemo.config.sections import PolicyConfig
+from gdpo_nemo.config.sections import PolicyConfig, max_prompt_tokens
 from gdpo_nemo.config.transports import TRANSPORTS
 from gdpo_nemo.data.end_tokens import end_token_notes
 from gdpo_nemo.data.examples import source_of
 from gdpo_nemo.data.prompts import PromptSource
-from gdpo_nemo.data.records import Prompt, max_prompt_tokens
+from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.tokenizer import Tokenizer, check_same_tokens, check_vocabulary, load_tokenizer
 from gdpo_nemo.environments.registry import check_rewards, load_environments
 from gdpo_nemo.models.family_checks import describe

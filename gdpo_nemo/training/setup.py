@@ -43,12 +43,12 @@ import psutil
 from gdpo_nemo.cluster.fork_server import ENGINE, RANK
 from gdpo_nemo.cluster.worker_processes import worker_processes
 from gdpo_nemo.config.algorithm_choice import spec_of
+from gdpo_nemo.config.data_files import splits_to_read
 from gdpo_nemo.config.layout import Resolved, last_step, prompt_limit
 from gdpo_nemo.config.placement import joined
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.sections import PolicyConfig
 from gdpo_nemo.config.transports import chosen_transport
-from gdpo_nemo.data.records import splits_to_read
 from gdpo_nemo.environments.execution.pools import EnvironmentPools
 from gdpo_nemo.observe.diagnosis import examine
 from gdpo_nemo.observe.display import active

@@ -30,9 +30,16 @@ PICKLE = ".pkl"
 file for functions without an import path."""
 
 
-_RENAMED = {"gdpo_nemo.interop.": "gdpo_nemo.tools.interop."}
-"""Current beginning of a module's name, by the beginning up to version 0.1. Configs of translators and of run folders
-name functions that convert rows by the name of their time."""
+_ROW_FORMATS = "gdpo_nemo.data.row_formats."
+_RENAMED = {
+    "gdpo_nemo.interop.axolotl.data.": _ROW_FORMATS,  # up to version 0.1
+    "gdpo_nemo.interop.nemo_rl.rows.": _ROW_FORMATS,
+    "gdpo_nemo.tools.interop.axolotl.data.": _ROW_FORMATS,
+    "gdpo_nemo.tools.interop.nemo_rl.rows.": _ROW_FORMATS,
+    "gdpo_nemo.environments.tasks.gsm8k.solved_row": f"{_ROW_FORMATS}gsm8k",
+}
+"""Current beginning of an import path, by an earlier one. Configs of translators and of run folders name functions that
+convert rows by the name of their time."""
 
 
 def is_reference(text: str) -> bool:
@@ -51,12 +58,13 @@ def load_object(reference: str) -> Any:
     Raises:
         ConfigError: if the module or the name does not exist, or the import fails.
     """
+    dotted = reference.replace(":", ".")
+    for before, now in _RENAMED.items():
+        if dotted.startswith(before):
+            reference = now + dotted.removeprefix(before)
     location, _, name = reference.rpartition(":") if ":" in reference else reference.rpartition(".")
     if not location or not name:
         raise ConfigError(f"{reference!r} does not name an object; write file.py:name or package.module.name")
-    for before, now in _RENAMED.items():
-        if location.startswith(before):
-            location = now + location.removeprefix(before)
     if location.endswith(PICKLE):
         return _unpickled(location, name)
     file = file_of_module(location)

@@ -109,7 +109,7 @@ def ours(folder: Path, arguments):
 
     from gdpo_nemo.algorithms import LossSettings
     from gdpo_nemo.config.schema import MegatronConfig, OptimizerConfig, PolicyConfig
-    from gdpo_nemo.data.packing import attention_cost
+    from gdpo_nemo.data.packing import Budget, attention_cost
     from gdpo_nemo.data.prefixes import choose_layout
     from gdpo_nemo.data.shares import Share
     from gdpo_nemo.models.family_checks import describe
@@ -129,7 +129,7 @@ def ours(folder: Path, arguments):
 
     def lay_out(batch, sharing: bool | None):
         budget = max(arguments.micro_batch, max(len(s) for s in batch))
-        return choose_layout(sharing, batch, 1, budget, 1, quadratic)
+        return choose_layout(sharing, batch, Budget(1, budget, quadratic=quadratic))
 
     def update(batch, sharing: bool | None = False) -> float:
         found = lay_out(batch, sharing)

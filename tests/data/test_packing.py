@@ -10,6 +10,7 @@ from hypothesis import given, strategies as st
 
 from gdpo_nemo.data import packing
 from gdpo_nemo.data.packing import (
+    Budget,
     TrainSequence,
     assign,
     assign_singly,
@@ -41,7 +42,7 @@ def make_sequences(shapes):
 
 @given(lengths=lengths_of_a_batch, ranks=st.integers(1, 4), multiple=st.integers(1, 4))
 def test_every_sequence_is_assigned_once_within_the_budget(lengths, ranks, multiple):
-    assignment = assign(lengths, ranks, BUDGET, multiple)
+    assignment = assign(lengths, Budget(ranks, BUDGET, multiple))
     assert len(assignment) == ranks
     assert sorted(chain.from_iterable(chain.from_iterable(assignment))) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in members) <= BUDGET for share in assignment for members in share)
@@ -49,7 +50,7 @@ def test_every_sequence_is_assigned_once_within_the_budget(lengths, ranks, multi
 
 @given(lengths=lengths_of_a_batch, ranks=st.integers(1, 4), multiple=st.integers(1, 4))
 def test_ranks_get_equally_many_micro_batches(lengths, ranks, multiple):
-    counts = {len(share) for share in assign(lengths, ranks, BUDGET, multiple)}
+    counts = {len(share) for share in assign(lengths, Budget(ranks, BUDGET, multiple))}
     assert len(counts) == 1
     count = counts.pop()
     assert count % multiple == 0
@@ -61,7 +62,7 @@ def test_ranks_get_equally_many_micro_batches(lengths, ranks, multiple):
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=60), ranks=st.integers(1, 4), quadratic=st.floats(0, 0.2)
 )
 def test_no_rank_is_dearer_than_another_by_more_than_two_sequences(lengths, ranks, quadratic):
-    shares = assign(lengths, ranks, 10**6, quadratic=quadratic)
+    shares = assign(lengths, Budget(ranks, 10**6, quadratic=quadratic))
     costs = [sum(cost_of(lengths[i], quadratic) for members in share for i in members) for share in shares]
     assert max(costs) - min(costs) <= 2 * cost_of(max(lengths), quadratic) + 1e-6
 
@@ -71,16 +72,16 @@ def test_long_sequences_are_balanced_by_what_attention_makes_them_cost():
     alone."""
     lengths = [1000, *[100] * 30]
     quadratic = 1e-2
-    shares = assign(lengths, 2, 4000, quadratic=quadratic)
+    shares = assign(lengths, Budget(2, 4000, quadratic=quadratic))
     by_cost = measure(shares, lengths, 1, 1, quadratic)["imbalance"]
-    by_tokens = measure(assign(lengths, 2, 4000), lengths, 1, 1, quadratic)["imbalance"]
+    by_tokens = measure(assign(lengths, Budget(2, 4000)), lengths, 1, 1, quadratic)["imbalance"]
     assert by_cost == pytest.approx(11_000 / 8_500 - 1) and by_tokens == pytest.approx(13_000 / 8_500 - 1)
     with_long = next(share for share in shares if any(0 in members for members in share))
     assert sum(len(members) for members in with_long) == 1
 
 
 def test_padding_share_counts_what_the_layout_adds():
-    shares = assign([5, 3], 1, 100)
+    shares = assign([5, 3], Budget(1, 100))
     assert measure(shares, [5, 3], 1, 1, 0.0) == {
         "padding_share": 0.0,
         "micro_batches": 1.0,
@@ -103,12 +104,12 @@ def test_attention_equals_the_weights_of_qwen2_5_7b_at_some_seventy_thousand_tok
 
 @given(lengths=lengths_of_a_batch, ranks=st.integers(1, 4))
 def test_assignment_is_deterministic(lengths, ranks):
-    assert assign(lengths, ranks, BUDGET) == assign(list(lengths), ranks, BUDGET)
+    assert assign(lengths, Budget(ranks, BUDGET)) == assign(list(lengths), Budget(ranks, BUDGET))
 
 
 def test_a_sequence_over_the_budget_is_refused():
     with pytest.raises(ValueError, match="51 tokens exceeds .* 50"):
-        assign([3, 51], 1, 50)
+        assign([3, 51], Budget(1, 50))
 
 
 @given(
@@ -212,7 +213,7 @@ def test_no_fit_is_tried_with_fewer_micro_batches_than_any_could_have(lengths):
     it finds."""
     least = packing._least_micro_batches(lengths, BUDGET)
     assert all(packing._fit(lengths, count, BUDGET, lengths) is None for count in range(1, least if lengths else 1))
-    assert len(assign(lengths, 1, BUDGET)[0]) == next(
+    assert len(assign(lengths, Budget(1, BUDGET))[0]) == next(
         n for n in range(1, 100) if packing._fit(lengths, n, BUDGET, lengths)
     )
 
@@ -223,5 +224,5 @@ def test_sequences_of_more_than_half_a_budget_are_placed_at_the_first_attempt(mo
     monkeypatch.setattr(
         packing, "_fit", lambda lengths, count, *more: counts.append(count) or fit(lengths, count, *more)
     )
-    assign([BUDGET // 2 + 1] * 40, 4, BUDGET)
+    assign([BUDGET // 2 + 1] * 40, Budget(4, BUDGET))
     assert counts == [40]

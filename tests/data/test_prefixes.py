@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from gdpo_nemo.data import prefixes
-from gdpo_nemo.data.packing import TrainSequence, cost_of, measure, pack_rows, rank_costs
+from gdpo_nemo.data.packing import Budget, TrainSequence, cost_of, measure, pack_rows, rank_costs
 from gdpo_nemo.data.prefixes import choose_layout, shared_layout, shared_prefixes, unshared
 
 BUDGET = 60
@@ -65,7 +65,7 @@ def whole(sequence) -> list[int]:
 @given(groups=groups, ranks=st.integers(1, 3), sharing=st.sampled_from([None, True, False]))
 def test_every_sequence_has_one_place_and_shares_what_its_predecessor_has(groups, ranks, sharing):
     batch = flat(groups)
-    found = choose_layout(sharing, batch, ranks, BUDGET)
+    found = choose_layout(sharing, batch, Budget(ranks, BUDGET))
     assert len(found.assignment) == ranks and len({len(share) for share in found.assignment}) == 1
     micro_batches = list(chain.from_iterable(found.assignment))
     assert sorted(chain.from_iterable(micro_batches)) == list(range(len(batch)))
@@ -82,7 +82,7 @@ def test_every_sequence_has_one_place_and_shares_what_its_predecessor_has(groups
 def test_sequences_share_only_tokens_with_the_same_experts_in_all_layers(batch, ranks, multiple, sharing):
     pairs = [replace(s, pair=number // 2 + 1) for number, s in enumerate(batch)]
     for choose, members_of in ((choose_layout, batch), (prefixes.whole_layout, pairs)):
-        found = choose(sharing, members_of, ranks, BUDGET, multiple=multiple)
+        found = choose(sharing, members_of, Budget(ranks, BUDGET, multiple=multiple))
         for members in chain.from_iterable(found.assignment):
             own = [len(batch[i]) - found.shared[i] for i in members]
             assert sum(-(-n // multiple) * multiple for n in own) <= BUDGET
@@ -98,7 +98,7 @@ def test_samples_whose_experts_differ_late_in_the_prompt_share_the_tokens_before
         s.routing[39, 3] = number % 4  # the last token of the prompt, in the last layer
     same = replace(batch[0], completion_ids=batch[1].completion_ids)
     for sharing in (True, None):
-        found = choose_layout(sharing, [*batch, same], 1, 10**6)
+        found = choose_layout(sharing, [*batch, same], Budget(1, 10**6))
         assert sorted(found.shared) == [0, 0, *[39] * 6, 40]
 
 
@@ -106,7 +106,7 @@ def test_samples_whose_experts_differ_late_in_the_prompt_share_the_tokens_before
 @given(groups=groups, multiple=st.sampled_from([2, 4]), ranks=st.integers(1, 2))
 def test_what_is_computed_keeps_the_budget_with_the_padding_of_the_layout(groups, multiple, ranks):
     batch = flat(groups)
-    found = shared_layout(batch, ranks, BUDGET, multiple=multiple)
+    found = shared_layout(batch, Budget(ranks, BUDGET, multiple=multiple))
     for members in chain.from_iterable(found.assignment):
         own = [len(batch[i]) - found.shared[i] for i in members]
         assert sum(-(-n // multiple) * multiple for n in own) <= BUDGET
@@ -169,7 +169,7 @@ def test_in_lexicographic_order_nobody_shares_more_with_an_earlier_one(chains):
 def test_a_group_above_the_budget_repeats_its_prompt_as_often_as_it_must(budget, pieces):
     """16 completions of 10 behind a prompt of 40: in a micro-batch fit as many as are left of it."""
     batch = equal_groups(1, 16, 40, 10)
-    found = shared_layout(batch, 1, budget)
+    found = shared_layout(batch, Budget(1, budget))
     repeated = sum(not found.shared[i] for i in range(16))
     assert repeated == pieces == -(-16 // ((budget - 40) // 10))
 
@@ -177,9 +177,9 @@ def test_a_group_above_the_budget_repeats_its_prompt_as_often_as_it_must(budget,
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_groups_stay_whole_where_they_balance_and_are_split_where_not(ranks):
     batch = equal_groups(4, 8, 40, 10)
-    found = shared_layout(batch, ranks, 10**6)
+    found = shared_layout(batch, Budget(ranks, 10**6))
     assert found.shared.count(0) == 4, "four groups over one, two or four ranks need no second prompt"
-    one = shared_layout(batch[:8], ranks, 10**6)
+    one = shared_layout(batch[:8], Budget(ranks, 10**6))
     assert one.shared.count(0) == ranks
     assert len({len(share[0]) for share in one.assignment}) == 1
 
@@ -188,10 +188,11 @@ def test_auto_shares_where_a_tenth_is_saved_and_else_packs_as_if_there_were_no_g
     short, long = equal_groups(4, 8, 2, 40), equal_groups(4, 8, 20, 20)
     apart = [make([i] * 30, [i]) for i in range(9)]
     for batch, shares in ((short, False), (long, True), (apart, False)):
-        found = choose_layout(None, batch, 2, 10**6, quadratic=1e-3)
-        plain = unshared(batch, 2, 10**6, quadratic=1e-3)
+        budget = Budget(2, 10**6, quadratic=1e-3)
+        found = choose_layout(None, batch, budget)
+        plain = unshared(batch, budget)
         assert any(found.shared) == shares and (found == plain) != shares
-    assert choose_layout(False, long, 2, 10**6) == unshared(long, 2, 10**6)
+    assert choose_layout(False, long, budget) == unshared(long, budget)
 
 
 def test_a_small_common_beginning_is_computed_again():
@@ -205,12 +206,12 @@ def test_a_small_common_beginning_is_computed_again():
 def test_groups_of_alike_prompts_share_these_too():
     system = list(range(50))
     batch = [make([*system, group, group], [n]) for group in (60, 70) for n in (1, 2)]
-    assert sorted(shared_layout(batch, 1, 10**6).shared) == [0, 50, 52, 52]
+    assert sorted(shared_layout(batch, Budget(1, 10**6)).shared) == [0, 50, 52, 52]
 
 
 def test_costs_and_metrics_count_what_is_computed():
     batch = equal_groups(1, 4, 30, 10)
-    found = shared_layout(batch, 1, 10**6)
+    found = shared_layout(batch, Budget(1, 10**6))
     lengths = [40] * 4
     measured = measure(found.assignment, lengths, 1, 1, 0.01, found.shared)
     assert (measured["shared_tokens"], measured["saved_share"]) == (90, 90 / 160)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from gdpo_nemo.data.packing import TrainSequence, assign, assign_singly
+from gdpo_nemo.data.packing import Budget, TrainSequence, assign, assign_singly
 from gdpo_nemo.data.records import (
     Outcome,
     Prompt,
@@ -60,7 +60,7 @@ def travelled(batch, assignment, names=TRAINING) -> list[Share]:
 @given(shapes=shapes, ranks=st.integers(1, 4), old=st.sampled_from(["own", "sampler", None]))
 def test_every_rank_gets_its_sequences_unchanged_and_in_order(shapes, ranks, old):
     batch = make_batch(shapes, old)
-    assignment = assign([len(s) for s in batch], ranks, 60)
+    assignment = assign([len(s) for s in batch], Budget(ranks, 60))
     for share, micro_batches in zip(travelled(batch, assignment), assignment):
         arrived = share.sequences()
         assert list(map(len, share.micro_batches)) == list(map(len, micro_batches))
@@ -79,7 +79,7 @@ def test_every_rank_gets_its_sequences_unchanged_and_in_order(shapes, ranks, old
 @given(shapes=shapes, ranks=st.integers(1, 4), every=st.integers(1, 3))
 def test_advantages_by_token_arrive_at_their_tokens_beside_those_of_sequences(shapes, ranks, every):
     batch = make_batch(shapes, by_token=lambda place: place % every == 0)
-    assignment = assign([len(s) for s in batch], ranks, 60)
+    assignment = assign([len(s) for s in batch], Budget(ranks, 60))
     for share, micro_batches in zip(travelled(batch, assignment), assignment):
         sent = [batch[i] for i in chain.from_iterable(micro_batches)]
         for got, theirs in zip(share.sequences(), sent, strict=True):
@@ -92,7 +92,7 @@ def test_advantages_by_token_arrive_at_their_tokens_beside_those_of_sequences(sh
 def test_values_of_all_ranks_come_back_to_their_tokens(shapes, ranks, context, alone, pairs):
     batch = make_batch(shapes)
     lengths = [len(s) for s in batch]
-    assignment = assign_singly(len(batch), ranks) if alone else assign(lengths, ranks, 60)
+    assignment = assign_singly(len(batch), ranks) if alone else assign(lengths, Budget(ranks, 60))
     found = []
     for rank, share in enumerate(travelled(batch, assignment, SCORING)):
         written = [np.flatnonzero(np.ones(len(s.completion_ids)) if s.loss_mask is None else s.loss_mask)
@@ -149,7 +149,7 @@ def test_log_probs_that_some_sequences_lack_end_the_run_in_a_sentence():
 @given(shapes=shapes, ranks=st.integers(1, 3), draw=st.data())
 def test_what_each_sequence_shares_travels_with_it(shapes, ranks, draw):
     batch = make_batch(shapes)
-    assignment = assign([len(s) for s in batch], ranks, 60)
+    assignment = assign([len(s) for s in batch], Budget(ranks, 60))
     shared = [draw.draw(st.integers(0, len(s) - 1)) for s in batch]
     for micro_batches in assignment:
         share = pickle.loads(pickle.dumps(Share.of(batch, micro_batches, shared=shared)))

@@ -8,8 +8,10 @@ import pytest
 
 from gdpo_nemo.config.algorithm_choice import is_transform
 from gdpo_nemo.config.schema import DatasetConfig
+from gdpo_nemo.data import row_formats
 from gdpo_nemo.data.rows import load_rows
 from gdpo_nemo.utils.errors import ConfigError
+from gdpo_nemo.utils.user_code import load_object
 
 ROWS = [{"question": f"{n}+{n}?", "answer": f"so\n#### {2 * n}", "note": "x"} for n in range(3)]
 FUNCTIONS = """
@@ -142,3 +144,23 @@ def test_transforms_are_told_from_forms_even_if_misspelt(how, transform):
 def test_columns_of_axolotls_functions_are_removed_if_they_are_there(rows):
     assert rows("everything")[0].keys() == {"prompt", "id"}
     assert rows("absent")[0].keys() == {"prompt", "question", "answer", "id"}
+
+
+@pytest.mark.parametrize(
+    "before, name",
+    [
+        ("gdpo_nemo.interop.axolotl.data:alpaca", "alpaca"),  # version 0.1
+        ("gdpo_nemo.interop.nemo_rl.rows:squad", "squad"),
+        ("gdpo_nemo.tools.interop.axolotl.data:alpaca_chat", "alpaca_chat"),
+        ("gdpo_nemo.tools.interop.nemo_rl.rows.helpsteer3", "helpsteer3"),
+        ("gdpo_nemo.environments.tasks.gsm8k.solved_row", "gsm8k"),
+    ],
+)
+def test_row_function_of_a_saved_config_loads_by_its_earlier_name(before, name):
+    assert load_object(before) is getattr(row_formats, name)
+
+
+def test_gsm8k_rows_have_a_completion_in_the_strict_format():
+    row = row_formats.gsm8k({"question": "2+998?", "answer": "Add: <<2+998=1000>>1000\n#### 1,000"})
+    assert [message["role"] for message in row["prompt"]] == ["system", "user"]
+    assert row["completion"] == "<think>Add: <<2+998=1000>>1000</think>\n<answer>1000</answer>"

@@ -75,7 +75,7 @@ def test_every_step_reports_the_contracted_metrics(undisturbed):
 @pytest.mark.slow
 def test_the_plans_batch_arithmetic_is_what_the_run_did(undisturbed):
     from gdpo_nemo.config.load import load_config
-    from gdpo_nemo.data.packing import assign
+    from gdpo_nemo.data.packing import Budget, assign
     from gdpo_nemo.planning.calibrate import calibrate, read_run
     from gdpo_nemo.planning.hardware import CPU_RATES, host
     from gdpo_nemo.planning.report import batch_arithmetic
@@ -86,7 +86,7 @@ def test_the_plans_batch_arithmetic_is_what_the_run_did(undisturbed):
     samples = read_rollouts(rollout_path(run_dir, 1))
     prompts = len({sample["prompt_id"] for sample in samples})
     lengths = [len(sample["prompt_ids"]) + len(sample["completion_ids"]) for sample in samples]
-    batches = len(assign(lengths, 1, config.policy.micro_batch_tokens)[0])
+    batches = len(assign(lengths, Budget(1, config.policy.micro_batch_tokens))[0])
     assert first["packing/micro_batches"] == batches
     assert batch_arithmetic(resolve(config)) == (
         f"{prompts} prompts x {len(samples) // prompts} samples = {len(samples)} samples = 1 optimizer update of "

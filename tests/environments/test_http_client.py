@@ -9,9 +9,9 @@ import threading
 
 import pytest
 
-from gdpo_nemo.data import server_replies
-from gdpo_nemo.data.server_replies import Failure, FailureKind
+from gdpo_nemo.environments import server_replies
 from gdpo_nemo.environments.http_client import HttpClient
+from gdpo_nemo.environments.server_replies import Failure, FailureKind
 
 DEADLINE_S = 20
 BODY = b"[" + b",".join([b"0.5"] * 300_000) + b"]"

@@ -140,7 +140,7 @@ def test_request_contains_only_keys_with_a_value(server, given, sent):
 
 
 def test_key_of_a_cached_reply_is_that_of_earlier_versions():
-    judge = JudgeModel("http://127.0.0.1:8000/v1", "judge-1", None, 20.0, 3, 16, 1000, 512, 0.0, None, None, 1)
+    judge = JudgeModel("http://127.0.0.1:8000/v1", "judge-1")
     first, second = (judge.key([{"role": "user", "content": "x"}], vote) for vote in (0, 1))
     assert first == "61294c4106ddeacabbacb37a7542c42ff7355a0f8b32e149fad902483fcbbe54" != second
 

@@ -14,13 +14,13 @@ from gdpo_nemo.config.schema import DatasetConfig
 from gdpo_nemo.data.conversation import output_items
 from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.data.rows import load_rows
-from gdpo_nemo.data.server_replies import Failure, check_measurement, depth_exceeds, parse_json, retry_after_s
 from gdpo_nemo.environments.http_client import Cookies, api_key
 from gdpo_nemo.environments.nemo_gym.agent_environment import NemoGymAgent
 from gdpo_nemo.environments.nemo_gym.environment import NemoGym
 from gdpo_nemo.environments.nemo_gym.rows import ROW, read_row, request_body, reward_spans_of, routes_of
 from gdpo_nemo.environments.nemo_gym.settings import read_rules, read_settings, rewards_of
 from gdpo_nemo.environments.registry import announced_components, load_environment
+from gdpo_nemo.environments.server_replies import Failure, check_measurement, depth_exceeds, parse_json, retry_after_s
 from gdpo_nemo.rollouts.metrics import rollout_metrics
 from gdpo_nemo.training.validation import validate
 from gdpo_nemo.utils.errors import ConfigError

@@ -122,12 +122,13 @@ def lora(stand: Stand, model: Model, batch: list[Any], folder: Path) -> None:
 def shared_prompts(stand: Stand, model: Model, batch: list[Any], folder: Path) -> None:
     """Prompts computed once for their samples: the same log-probs and update, its speed, and FlexAttention's cost."""
     from gdpo_nemo.algorithms import LossSettings
+    from gdpo_nemo.data.packing import Budget
     from gdpo_nemo.data.prefixes import shared_layout
 
     prompt, completion, samples = (1024, 192, 16) if stand.on_gpu else (48, 12, 4)
     common = batch_of([4 * prompt], model.shape[5])[0].prompt_ids
     whole = [replace(s, prompt_ids=common) for s in batch_of([completion * 4 // 3] * samples, model.shape[5])]
-    layout = shared_layout(whole, 1, prompt + completion * samples)
+    layout = shared_layout(whole, Budget(1, prompt + completion * samples))
     for sequence, count in zip(whole, layout.shared):
         sequence.shared = count
     alone = [replace(sequence, shared=0) for sequence in whole]

@@ -197,13 +197,13 @@ def _two_updates(
 
     from gdpo_nemo.algorithms import LossSettings
     from gdpo_nemo.config.schema import OptimizerConfig
-    from gdpo_nemo.data.packing import assign
+    from gdpo_nemo.data.packing import Budget, assign
 
     # With a small eps, Adam's first steps would turn the rounding of a small gradient into whole ones.
     optimizer = OptimizerConfig(lr=1e-2, adam_eps=1e-3, clip_grad=1.0)
     policy = stand.policy(Model(folder, (0,) * 7, 0), precision, optimizer=optimizer, **layout)
     batch = batch_of([40, 25, 61, 33, 48, 30], 1000)
-    shares = assign([len(s) for s in batch], parallel_state.get_data_parallel_world_size(), 128)
+    shares = assign([len(s) for s in batch], Budget(parallel_state.get_data_parallel_world_size(), 128))
     mine = shares[parallel_state.get_data_parallel_rank()]
     results = [policy.train(batch, mine, LossSettings()) for _ in range(2)]
     weights = {name: tensor.detach().float().cpu().clone() for name, tensor in policy.weights()}

@@ -199,9 +199,9 @@ def batch_of(lengths: Sequence[int], vocabulary: int, seed: int = 0) -> list[Any
 
 def assigned(batch: Sequence[Any], budget: int) -> list[list[int]]:
     """Micro-batches of at most ``budget`` tokens."""
-    from gdpo_nemo.data.packing import assign
+    from gdpo_nemo.data.packing import Budget, assign
 
-    return assign([len(s) for s in batch], 1, budget)[0]
+    return assign([len(s) for s in batch], Budget(1, budget))[0]
 
 
 def one_by_one(batch: Sequence[Any]) -> list[list[int]]:

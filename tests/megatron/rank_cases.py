@@ -11,7 +11,7 @@ from unittest.mock import patch
 import numpy as np
 
 from gdpo_nemo.config.schema import GenerationConfig, LoraConfig, PolicyConfig
-from gdpo_nemo.data.packing import assign, assign_singly
+from gdpo_nemo.data.packing import Budget, assign, assign_singly
 from gdpo_nemo.data.shares import Share
 
 
@@ -73,17 +73,29 @@ def use_uncompiled_flex_attention() -> None:
     of_torch._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
 
 
+def budget_of(layout, tokens) -> Budget:
+    """The limits that the driver would pass for a layout, with a cost of attention that short sequences have."""
+    from megatron.core import parallel_state
+
+    return Budget(
+        ranks=parallel_state.get_data_parallel_world_size(),
+        tokens=tokens,
+        stages=layout.pipeline_model_parallel_size if layout.virtual_pipeline_model_parallel_size else 1,
+        multiple=2 * layout.context_parallel_size if layout.context_parallel_size > 1 else 1,
+        quadratic=1e-3,
+    )
+
+
 def spread(place, batch, budget=80):
     """The micro-batches of this rank's share of the batch; without a budget each sequence is alone."""
     from megatron.core import parallel_state
 
     layout = place.layout
-    ranks = parallel_state.get_data_parallel_world_size()
-    multiple = layout.pipeline_model_parallel_size if layout.virtual_pipeline_model_parallel_size else 1
+    limits = budget_of(layout, budget)
     if not budget:
-        shares = assign_singly(len(batch), ranks, multiple)
+        shares = assign_singly(len(batch), limits.ranks, limits.stages)
     else:
-        shares = assign([len(s) for s in batch], ranks, budget, multiple)
+        shares = assign([len(s) for s in batch], limits)
     return shares[parallel_state.get_data_parallel_rank()]
 
 
@@ -165,20 +177,11 @@ def in_groups(place, folder, batch, sharing, budget=200, count=1, settings=None,
 
     from gdpo_nemo.data.prefixes import Layout, choose_layout
 
-    given = place.layout
     policy = build_policy(place, folder, share_prompts=sharing is not False, **options)
     if isinstance(sharing, list):
         layout = Layout([[list(range(len(batch)))]], sharing)
     else:
-        layout = choose_layout(
-            sharing,
-            batch,
-            parallel_state.get_data_parallel_world_size(),
-            budget,
-            given.pipeline_model_parallel_size if given.virtual_pipeline_model_parallel_size else 1,
-            1e-3,
-            2 * given.context_parallel_size if given.context_parallel_size > 1 else 1,
-        )
+        layout = choose_layout(sharing, batch, budget_of(place.layout, budget))
     mine = layout.assignment[parallel_state.get_data_parallel_rank()]
     share = Share.of(batch, mine, shared=layout.shared)
     places = [i for members in mine for i in members]
@@ -204,16 +207,7 @@ def share_of_units(place, batch, sharing, budget=120):
 
     from gdpo_nemo.data.prefixes import whole_layout
 
-    given = place.layout
-    layout = whole_layout(
-        sharing,
-        batch,
-        parallel_state.get_data_parallel_world_size(),
-        budget,
-        given.pipeline_model_parallel_size if given.virtual_pipeline_model_parallel_size else 1,
-        1e-3,
-        2 * given.context_parallel_size if given.context_parallel_size > 1 else 1,
-    )
+    layout = whole_layout(sharing, batch, budget_of(place.layout, budget))
     mine = layout.assignment[parallel_state.get_data_parallel_rank()]
     return pickle.loads(pickle.dumps(Share.of(batch, mine, shared=layout.shared))), mine, layout
 

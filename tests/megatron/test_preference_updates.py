@@ -15,7 +15,7 @@ from tiny_models import VOCABULARY
 from torch.nn.functional import logsigmoid
 
 from gdpo_nemo.algorithms.preference_objectives import PreferenceSettings, PreferenceUpdate
-from gdpo_nemo.data.packing import TrainSequence
+from gdpo_nemo.data.packing import Budget, TrainSequence
 from gdpo_nemo.data.prefixes import whole_layout
 
 KL = 0.4
@@ -121,7 +121,7 @@ def test_both_answers_of_a_pair_are_in_one_micro_batch(sharing, ranks, multiple)
     draw = np.random.default_rng(3)
     batch = [replace(s, pair=s.pair + 5 * n * (1 if s.pair > 0 else -1)) for n in range(6) for s in make_pairs()]
     batch = [batch[i] for i in draw.permutation(len(batch))]
-    layout = whole_layout(sharing, batch, ranks, 70, 1, 1e-4, multiple)
+    layout = whole_layout(sharing, batch, Budget(ranks, 70, multiple=multiple, quadratic=1e-4))
     bins = [members for share in layout.assignment for members in share]
     assert sorted(i for members in bins for i in members) == list(range(len(batch)))
     assert len({len(share) for share in layout.assignment}) == 1

@@ -6,7 +6,7 @@ import pickle
 from dataclasses import dataclass
 
 import numpy as np
-from rank_cases import exported, spread
+from rank_cases import budget_of, exported, spread
 
 from gdpo_nemo.config.schema import PolicyConfig
 from gdpo_nemo.data.shares import Share
@@ -69,14 +69,11 @@ def of_values(place, folder, batch, settings, out, sharing=False, budget=120, pr
     from gdpo_nemo.data.prefixes import Layout, choose_layout
     from gdpo_nemo.megatron.checkpoint import load_checkpoint, save
 
-    given = place.layout
-    ranks = parallel_state.get_data_parallel_world_size()
-    chunks = given.pipeline_model_parallel_size if given.virtual_pipeline_model_parallel_size else 1
-    multiple = 2 * given.context_parallel_size if given.context_parallel_size > 1 else 1
+    limits = budget_of(place.layout, budget)
     if budget:
-        layout = choose_layout(sharing, batch, ranks, budget, chunks, 1e-3, multiple)
+        layout = choose_layout(sharing, batch, limits)
     else:
-        layout = Layout(assign_singly(len(batch), ranks, chunks), [0] * len(batch))
+        layout = Layout(assign_singly(len(batch), limits.ranks, limits.stages), [0] * len(batch))
     mine = layout.assignment[parallel_state.get_data_parallel_rank()]
     share = pickle.loads(pickle.dumps(Share.of(batch, mine, shared=layout.shared)))
 

@@ -14,7 +14,7 @@ from gdpo_nemo.commands import cli
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.model_checks import resolve
-from gdpo_nemo.data.packing import TrainSequence, attention_cost
+from gdpo_nemo.data.packing import Budget, TrainSequence, attention_cost
 from gdpo_nemo.data.prefixes import shared_layout
 from gdpo_nemo.models.family_checks import describe
 from gdpo_nemo.models.weights import active_parameters, parameters
@@ -503,7 +503,7 @@ def test_prompts_that_are_computed_once_are_planned_by_what_is_laid_out():
         for group in range(4)
         for sample in range(8)
     ]
-    found = shared_layout(batch, 1, 300)
+    found = shared_layout(batch, Budget(1, 300))
     computed = sum(prompt + completion - n for n in found.shared) / (len(batch) * (prompt + completion))
     pairs = sum((prompt + completion) ** 2 - n**2 for n in found.shared) / (len(batch) * (prompt + completion) ** 2)
     for sharing, expected in ((True, (computed, pairs)), ("auto", (computed, pairs)), (False, (1, 1))):

@@ -18,7 +18,7 @@ from gdpo_nemo.commands.parity import _read_record
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.contexts import by_trajectory, contexts_of, to_score
 from gdpo_nemo.data.conversation import Conversation
-from gdpo_nemo.data.packing import TrainSequence, has_split_trajectory, pack_rows, with_gradient
+from gdpo_nemo.data.packing import Budget, TrainSequence, has_split_trajectory, pack_rows, with_gradient
 from gdpo_nemo.data.prefixes import whole_layout
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.data.shares import Share
@@ -302,7 +302,7 @@ def test_losses_over_whole_sequences_get_all_contexts_in_one_micro_batch_and_one
     update = update_of(trajectories)
     assert has_split_trajectory(update) and not has_split_trajectory([*update[::3]])
     alone = [replace(s, trajectory=-1) for s in update[:2]]
-    layout = whole_layout(False, [*update, *alone], ranks=2, token_budget=30)
+    layout = whole_layout(False, [*update, *alone], Budget(ranks=2, tokens=30))
     owners = [{(i if i >= len(update) else -1 - update[i].trajectory) for i in m} for r in layout.assignment for m in r]
     assert sum(map(len, owners)) == len(set().union(*owners)) == 6 + 2
     for micro_batches in layout.assignment:

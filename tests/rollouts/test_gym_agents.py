@@ -19,8 +19,8 @@ from real_nemo_gym import installed
 
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import Outcome, Prompt
-from gdpo_nemo.data.server_replies import FailureKind
 from gdpo_nemo.environments.nemo_gym.agent_environment import NemoGymAgent
+from gdpo_nemo.environments.server_replies import FailureKind
 from gdpo_nemo.generation.requests import Sampling
 from gdpo_nemo.rollouts.agents import play_with_agents
 from gdpo_nemo.rollouts.context import checked

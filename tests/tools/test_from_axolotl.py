@@ -11,9 +11,9 @@ import yaml
 from gdpo_nemo.commands import cli
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import DatasetConfig
+from gdpo_nemo.data.row_formats import alpaca, alpaca_chat
 from gdpo_nemo.data.rows import load_rows
 from gdpo_nemo.tools.interop.axolotl.config import AxolotlConfig
-from gdpo_nemo.tools.interop.axolotl.data import alpaca, alpaca_chat
 from gdpo_nemo.tools.interop.axolotl.keys import PATTERNS, result_of
 from gdpo_nemo.tools.interop.axolotl.translate import translate_axolotl
 from gdpo_nemo.tools.interop.translation import ADDED, CANNOT_RUN, DIFFERS, SAME, TRANSLATED
@@ -247,7 +247,7 @@ def test_forms_of_pairs_are_kept_by_their_names(entry, expected, translated):
         ({"type": "chat_template", "field_messages": "conversations",
           "message_property_mappings": {"role": "from", "content": "value"}}, {}),
         ({"type": "chat_template", "field_messages": "talk"}, {"columns": {"messages": "talk"}}),
-        ({"type": "alpaca"}, {"type": "gdpo_nemo.tools.interop.axolotl.data:alpaca", "chat": False}),
+        ({"type": "alpaca"}, {"type": "gdpo_nemo.data.row_formats:alpaca", "chat": False}),
         ({"type": {"field_instruction": "q", "field_output": "a", "format": "Q: {instruction}\nA:"}},
          {"type": {"field_prompt": "q", "field_completion": "a", "prompt_format": "Q: {prompt}\nA:"}}),
     ],
@@ -270,10 +270,9 @@ def test_alpaca_rows_are_the_texts_that_alpaca_has(tmp_path):
         assert asked == f"{bare}\n\n### Instruction:\nAdd.\n\n### Response:\n"
     assert alpaca_chat(row)["prompt"] == f"SYSTEM: {head}{rest}\nUSER: Add.\n2 3\nASSISTANT:"
     (tmp_path / "rows.jsonl").write_text('{"instruction": "Add.", "input": "2 3", "output": "5"}\n')
-    for package in ("gdpo_nemo.tools.interop", "gdpo_nemo.interop"):  # the second one is in configs of version 0.1
-        how = f"{package}.axolotl.data:alpaca"
-        (found,) = load_rows(DatasetConfig(path=str(tmp_path / "rows.jsonl"), type=how), {}, "train", 0)
-        assert found["prompt"] == prompt and found["completion"] == "5"
+    data = DatasetConfig(path=str(tmp_path / "rows.jsonl"), type="gdpo_nemo.data.row_formats:alpaca")
+    (found,) = load_rows(data, {}, "train", 0)
+    assert found["prompt"] == prompt and found["completion"] == "5"
 
 
 @pytest.mark.parametrize(

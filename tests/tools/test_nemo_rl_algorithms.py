@@ -103,7 +103,7 @@ def test_rows_of_named_datasets_become_those_of_nemo_rls_classes(name, tmp_path)
     row, expected = ROWS[name]
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    data = DatasetConfig(path=str(path), type=f"gdpo_nemo.tools.interop.nemo_rl.rows:{name}")
+    data = DatasetConfig(path=str(path), type=f"gdpo_nemo.data.row_formats:{name}")
     [found] = load_rows(data, {}, "train", 0)
     [example] = ExampleReader("train", "sft" if name == "squad" else "pairs", data.type)(0, found)
     messages = [*example["prompt"], *(message for answer, _ in example["answers"] for message in answer)]

@@ -233,7 +233,7 @@ VALUES = {
         "preference.rpo_alpha": 0.01,
         "preference.length_normalize": False,
         "policy.micro_batch_tokens": 4 * 1024,  # two pairs
-        "data.train.type": "gdpo_nemo.tools.interop.nemo_rl.rows:helpsteer3",
+        "data.train.type": "gdpo_nemo.data.row_formats:helpsteer3",
         "data.validation.split": "validation",
         f"{S}.lr_warmup_steps": 10,
     },
@@ -243,7 +243,7 @@ VALUES = {
         "gdpo.max_num_epochs": 1,
         "gdpo.val_prompts": 64,
         "data.train.columns": {"rejected": "worse"},
-        "data.validation.type": "gdpo_nemo.tools.interop.nemo_rl.rows:preference",
+        "data.validation.type": "gdpo_nemo.data.row_formats:preference",
     },
     "ppo": {
         "algorithm.type": "ppo",

@@ -8,11 +8,12 @@ import math
 import os
 import threading
 from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
-from typing import Any, Callable, Container, Iterator, Mapping, Sequence, cast
+from typing import Any, cast
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -62,11 +63,12 @@ class EnvironmentPool:
         seed: int = 0,
         run_folder: Path | None = None,
     ):
-        sections = {name: dict(options or {}) for name, options in environments.items()}
-        self._remote = RemoteEnvironments(
-            {name: options for name, options in sections.items() if is_remote(name, options)}, run_folder
-        )
-        self._environments = {name: options for name, options in sections.items() if name not in self._remote.names}
+        remote: dict[str, dict[str, Any]] = {}
+        self._environments: dict[str, dict[str, Any]] = {}
+        for name, section in environments.items():
+            options = dict(section or {})
+            (remote if is_remote(name, options) else self._environments)[name] = options
+        self._remote = RemoteEnvironments(remote, run_folder)
         self._workers = max(1, workers)
         self._timeout_s = timeout_s
         self._seed = seed
@@ -199,7 +201,10 @@ class EnvironmentPool:
         replies: dict[int, list[Any] | str] = {}
         unanswered = list(range(len(shards)))
         for _ in range(_ATTEMPTS):
-            pool, futures = self._schedule(task, [[requests[i] for i in shards[number]] for number in unanswered])
+            batches = []
+            for number in unanswered:
+                batches.append([requests[i] for i in shards[number]])
+            pool, futures = self._schedule(task, batches)
             try:
                 outcomes = [self._result(pool, future) for future in futures]
             except BaseException:
@@ -338,19 +343,22 @@ class RemoteEnvironments:
 
         The function returns verdicts by index in ``trajectories``. The function raises RunError for invalid verdicts.
         """
-        indices = {
-            name: [i for i, trajectory in enumerate(trajectories) if trajectory.prompt.environment == name]
-            for name in self.names
-        }
-        indices = {name: chosen for name, chosen in indices.items() if chosen}
+        indices: dict[str, list[int]] = {}
+        for i, trajectory in enumerate(trajectories):
+            if trajectory.prompt.environment in self.names:
+                indices.setdefault(trajectory.prompt.environment, []).append(i)
         with ThreadPoolExecutor(max(1, len(indices)), thread_name_prefix="remote") as threads:
-            futures: dict[str, Future[list[Verdict]]] = {
-                name: threads.submit(self._verify, name, [trajectories[i] for i in chosen])
-                for name, chosen in indices.items()
-            }
-            yield lambda: {
-                i: verdict for name, future in futures.items() for i, verdict in zip(indices[name], future.result())
-            }
+            futures: dict[str, Future[list[Verdict]]] = {}
+            for name, chosen in indices.items():
+                futures[name] = threads.submit(self._verify, name, [trajectories[i] for i in chosen])
+
+            def verdicts() -> dict[int, Verdict]:
+                found: dict[int, Verdict] = {}
+                for name, future in futures.items():
+                    found.update(zip(indices[name], future.result()))
+                return found
+
+            yield verdicts
 
     def replies(self, steps: Mapping[int, EpisodeStep]) -> Callable[[], dict[int, EpisodeReply]]:
         """Start one step of each episode, and return a function that waits for all replies.
@@ -406,7 +414,7 @@ class RemoteEnvironments:
             verdicts = environment.verify(trajectories)
             names: Sequence[str] = environment.reward_names
             if environment.open_rewards:
-                names = [component for verdict in verdicts for component in verdict.rewards]
+                names = list(chain.from_iterable(verdict.rewards for verdict in verdicts))
             return checked_verdicts(names, trajectories, verdicts)
         except (ConfigError, RunError) as error:
             raise RunError(f"environment {name!r}: {error}") from error

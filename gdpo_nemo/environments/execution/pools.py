@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Callable, Mapping, Protocol, Sequence
+from typing import Any, Protocol
 
 from gdpo_nemo.data.records import Trajectory, Verdict
 from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
@@ -31,16 +32,19 @@ class EnvironmentPools:
         seed: int = 0,
         run_folder: Path | None = None,
     ):
-        dedicated = {
-            name: number for name, options in environments.items() if (number := dedicated_workers(name, options))
-        }
-        shared = {name: options for name, options in environments.items() if name not in dedicated}
+        dedicated: dict[str, int] = {}
+        shared = {}
+        for name, options in environments.items():
+            if number := dedicated_workers(name, options):
+                dedicated[name] = number
+            else:
+                shared[name] = options
         # The shared pool has index 0. Prompts of unknown environments are also sent to this pool, which rejects them.
         self._pools = [EnvironmentPool(shared, workers, timeout_s, seed, run_folder)]
-        self._pools += [
-            EnvironmentPool({name: environments[name]}, number, timeout_s, seed) for name, number in dedicated.items()
-        ]
-        self._pool_index = {name: pool_number for pool_number, name in enumerate(dedicated, start=1)}
+        self._pool_index: dict[str, int] = {}
+        for name, number in dedicated.items():
+            self._pool_index[name] = len(self._pools)
+            self._pools.append(EnvironmentPool({name: environments[name]}, number, timeout_s, seed))
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
         """Return one verdict per trajectory, in order. The pools run concurrently. Raises the same exceptions as
@@ -72,12 +76,12 @@ class EnvironmentPools:
             return method(self._pools[next(iter(indices_by_pool), 0)], list(requests))
         answers: dict[int, Any] = {}
         with ThreadPoolExecutor(len(indices_by_pool)) as threads:
-            futures = {
-                pool_number: threads.submit(method, self._pools[pool_number], [requests[index] for index in indices])
-                for pool_number, indices in indices_by_pool.items()
-            }
+            futures = []
             for pool_number, indices in indices_by_pool.items():
-                answers.update(zip(indices, futures[pool_number].result()))
+                share = [requests[index] for index in indices]
+                futures.append(threads.submit(method, self._pools[pool_number], share))
+            for indices, future in zip(indices_by_pool.values(), futures):
+                answers.update(zip(indices, future.result()))
         return [answers[index] for index in range(len(requests))]
 
     def take_recoveries(self) -> Counter[str]:

@@ -23,9 +23,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 from gdpo_nemo.environments.execution import sandbox_script
 from gdpo_nemo.environments.execution.sandbox_script import NOBODY, TMP_BYTES
@@ -291,7 +292,7 @@ def _environment() -> dict[str, str]:
     """Return the environment variables of a sandbox: those that Python needs to start, and a fixed seed of hashes, so
     that the order of sets does not change between two runs."""
     names = ("LD_LIBRARY_PATH", "PYTHONHOME")
-    return {**{name: os.environ[name] for name in names if name in os.environ}, "PYTHONHASHSEED": "0"}
+    return {name: os.environ[name] for name in names if name in os.environ} | {"PYTHONHASHSEED": "0"}
 
 
 def _python() -> list[str]:
@@ -304,7 +305,8 @@ def _readable_paths() -> list[str]:
     paths = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", os.path.join(os.path.realpath(sys.base_prefix), "lib")]
     links = [path for path in paths if os.path.islink(path)]
     folders = [path for path in paths if os.path.isdir(path) and path not in links]
-    return links + [p for p in folders if not any(p != other and p.startswith(other + "/") for other in folders)]
+    parents = tuple(folder + "/" for folder in folders)
+    return links + [folder for folder in folders if not folder.startswith(parents)]
 
 
 def _prefix(mechanism: str) -> list[str]:

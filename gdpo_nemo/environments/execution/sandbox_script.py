@@ -21,7 +21,8 @@ import signal
 import sys
 import types
 import warnings
-from typing import Any, Callable, Mapping, NoReturn, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 TMP_BYTES = 2**24
 """Size of ``/tmp`` and maximum size of a file, in bytes."""
@@ -173,12 +174,16 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 def _call(name: str, *arguments: Any) -> None:
     """Call a function of the C library. Raises IsolationError if the function fails."""
-    converted = [
-        ctypes.c_long(a) if isinstance(a, int) else os.fsencode(a) if isinstance(a, str) else a for a in arguments
-    ]
+    converted = list(map(_converted, arguments))
     if getattr(_LIBC, name)(*converted) < 0:
         shown = " ".join(str(a) for a in arguments if isinstance(a, (int, str)))
         raise IsolationError(f"{name} {shown}: {os.strerror(ctypes.get_errno())}")
+
+
+def _converted(argument: Any) -> Any:
+    if isinstance(argument, int):
+        return ctypes.c_long(argument)
+    return os.fsencode(argument) if isinstance(argument, str) else argument
 
 
 def _isolate(parent: int, readable: Sequence[str]) -> None:

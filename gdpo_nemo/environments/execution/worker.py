@@ -11,11 +11,12 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.popen_spawn_posix import Popen
 from multiprocessing.process import BaseProcess
-from typing import Any, Iterator, Mapping, NoReturn, Sequence
+from typing import Any, NoReturn
 
 import numpy as np
 

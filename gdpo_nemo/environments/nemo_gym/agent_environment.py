@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 from gdpo_nemo.data.records import Prompt
-from gdpo_nemo.data.server_replies import Failure, FailureKind, check_measurement
 from gdpo_nemo.environments.base import Environment, read_options
 from gdpo_nemo.environments.http_client import Cookies, HttpClient, api_key, base_url
 from gdpo_nemo.environments.nemo_gym.rows import ROW, choose_server, read_row
 from gdpo_nemo.environments.nemo_gym.settings import read_rules, rewards_of, step_rewards_of
+from gdpo_nemo.environments.server_replies import Failure, FailureKind, check_measurement
 from gdpo_nemo.utils.errors import ConfigError, RunError, nearest
 
 _FIRST_PAUSE_S = 0.5

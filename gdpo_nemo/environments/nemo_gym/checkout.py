@@ -6,8 +6,9 @@ NeMo Gym's code is parsed, never imported.
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Iterable, Iterator, Mapping, NamedTuple, Sequence
+from typing import Any, NamedTuple
 
 import yaml
 

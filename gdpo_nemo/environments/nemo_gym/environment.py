@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError
-from typing import Any, Coroutine, Mapping, Sequence, TypeVar
+from itertools import chain
+from typing import Any
 
 from gdpo_nemo.data.records import Prompt, Trajectory, Verdict
-from gdpo_nemo.data.server_replies import Failure
 from gdpo_nemo.environments.base import Environment
-from gdpo_nemo.environments.http_client import HttpClient, api_key
+from gdpo_nemo.environments.http_client import HttpClient, LoopThread, api_key
 from gdpo_nemo.environments.nemo_gym.episodes import Verifier, preflight
 from gdpo_nemo.environments.nemo_gym.rows import ROW, agent_of, choose_server, find_routes, read_row
 from gdpo_nemo.environments.nemo_gym.settings import read_settings
+from gdpo_nemo.environments.server_replies import Failure
 from gdpo_nemo.utils.errors import RunError
-
-_T = TypeVar("_T")
-_CLOSE_S = 10.0
 
 
 class NemoGym(Environment):
@@ -52,9 +50,7 @@ class NemoGym(Environment):
         """True if the components are read from replies. In this case ``reward_names`` is unknown until
         ``preflight``."""
         self.reward_names: tuple[str, ...] = tuple(rule.name for rule in self.settings.rules) or ("reward",)
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._closed = False
+        self._loop = LoopThread("nemo_gym")
         self._client: HttpClient | None = None
         self._verifier: asyncio.Task[Verifier] | None = None
 
@@ -95,21 +91,13 @@ class NemoGym(Environment):
         """
         components = self._run(self._preflight(prompts))
         if self.open_rewards:
-            self.reward_names = tuple(dict.fromkeys(name for names in components.values() for name in names)) or (
-                "reward",
-            )
+            self.reward_names = tuple(dict.fromkeys(chain.from_iterable(components.values()))) or ("reward",)
             self.open_rewards = not components
         return components
 
     def close(self) -> None:
         """Cancel requests in flight. Calls of ``verify`` in other threads raise RunError."""
-        with self._lock:
-            self._closed = True
-            loop = self._loop
-            self._loop = None
-        if loop is not None:
-            asyncio.run_coroutine_threadsafe(self._cancel_all(), loop).result(_CLOSE_S)
-            loop.call_soon_threadsafe(loop.stop)
+        self._loop.close(self._close_client())
 
     async def _verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
         return await (await self._get_verifier()).verify(trajectories)
@@ -136,35 +124,13 @@ class NemoGym(Environment):
             self._client = HttpClient(limits.concurrency, limits.max_reply_bytes, limits.max_json_depth, key)
         return Verifier(self.settings, self._client, await find_routes(self.settings, self._client))
 
-    async def _cancel_all(self) -> None:
-        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+    async def _close_client(self) -> None:
         if self._client is not None:
             await self._client.close()
 
-    def _run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Run a coroutine on this environment's event loop and return its result.
-
-        The first call starts the loop in a daemon thread.
-        """
-        with self._lock:
-            if self._closed:
-                coroutine.close()
-                raise RunError("the environment is closed")
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=_run_loop, args=(self._loop,), name="nemo_gym", daemon=True).start()
-            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+    def _run[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on this environment's event loop and return its result."""
         try:
-            return future.result()
+            return self._loop.start(coroutine).result()
         except CancelledError:
             raise RunError("the environment was closed during verification") from None
-
-
-def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    try:
-        loop.run_forever()
-    finally:
-        loop.close()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory, Verdict
-from gdpo_nemo.data.server_replies import Failure, FailureKind, check_measurement
 from gdpo_nemo.environments.http_client import Cookies, HttpClient, with_retries
 from gdpo_nemo.environments.nemo_gym.rows import ROW, Routes, request_body, reward_spans_of, seed_body
 from gdpo_nemo.environments.nemo_gym.settings import Settings, rewards_of
+from gdpo_nemo.environments.server_replies import Failure, FailureKind, check_measurement
 from gdpo_nemo.utils.errors import ConfigError, RunError
 
 GIVE_UP_AFTER = 64

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Iterable, Iterator, Mapping
+from typing import Any
 from urllib.parse import urlsplit
 
 import yaml
@@ -12,10 +13,10 @@ import yaml
 from gdpo_nemo.data.conversation import output_items
 from gdpo_nemo.data.records import Trajectory
 from gdpo_nemo.data.replies import Reply
-from gdpo_nemo.data.server_replies import Failure, FailureKind, printable
 from gdpo_nemo.environments.base import character_spans
 from gdpo_nemo.environments.http_client import HttpClient, base_url
 from gdpo_nemo.environments.nemo_gym.settings import Settings
+from gdpo_nemo.environments.server_replies import Failure, FailureKind, printable
 from gdpo_nemo.utils.errors import ConfigError, RunError, nearest
 from gdpo_nemo.utils.files import parse_yaml
 
@@ -123,11 +124,14 @@ def reward_spans_of(
     named = {name: every[name] for name in rewards if name in every}
     if named and offset < 0:
         raise Failure(FailureKind.BAD_REPLY, "reward_spans: the output message is not part of the completion")
-    try:
-        found = {name: character_spans(spans, len(text), "reward_spans") for name, spans in named.items()}
-    except RunError as error:
-        raise Failure(FailureKind.BAD_REPLY, str(error)) from None
-    return {name: tuple((a + offset, b + offset) for a, b in spans) for name, spans in found.items()}
+    found = {}
+    for name, given in named.items():
+        try:
+            spans = character_spans(given, len(text), "reward_spans")
+        except RunError as error:
+            raise Failure(FailureKind.BAD_REPLY, str(error)) from None
+        found[name] = tuple((a + offset, b + offset) for a, b in spans)
+    return found
 
 
 def seed_body(row: Mapping[str, Any]) -> bytes:

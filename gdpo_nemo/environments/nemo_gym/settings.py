@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Mapping, Sequence
+from typing import Any
 
-from gdpo_nemo.data.server_replies import Failure, FailureKind, printable
-from gdpo_nemo.environments.base import read_options
+from gdpo_nemo.environments.base import number_option, read_options
 from gdpo_nemo.environments.http_client import base_url
+from gdpo_nemo.environments.server_replies import Failure, FailureKind, finite_number, printable
 from gdpo_nemo.utils.errors import ConfigError, nearest
 
 STRAGGLER_GRACE_S = 5.0
@@ -112,8 +113,7 @@ def _limits(chosen: Any) -> Limits:
             minimum = 0
         if value is None and name in ("min_valid", "group_deadline_s"):
             continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value < float("inf"):
-            raise ConfigError(f"{name}: must be a number of at least {minimum}, not {value!r}")
+        number_option(name, value, minimum)
     if values["min_valid"] is not None and not isinstance(values["min_valid"], int):
         raise ConfigError(f"min_valid: must be a whole number of samples, not {values['min_valid']!r}")
     if values["min_valid"] is None and values["straggler_grace_s"] != STRAGGLER_GRACE_S:
@@ -186,7 +186,7 @@ def rewards_of(
             continue
         value = _value_at(reply, rule.path)
         if value is not None:
-            rewards[rule.name] = _number(value, rule.dotted_path)
+            rewards[rule.name] = finite_number(value, rule.dotted_path)
         elif rule.missing == "error":
             raise Failure(FailureKind.MISSING_REWARD, f"{rule.dotted_path} is not in the reply{_listed_numbers(reply)}")
         else:
@@ -214,15 +214,17 @@ def step_rewards_of(
 
 
 def _of_step(step: Any, rules: Sequence[RewardRule], server: str) -> dict[str, float | None]:
-    entry = step if isinstance(step, Mapping) else {} if step is None else {"reward": _number(step, "step_rewards")}
+    if step is None:
+        return {}
+    entry = step if isinstance(step, Mapping) else {"reward": finite_number(step, "step_rewards")}
     if not rules:
         return _all_components({"reward_components": entry}) if entry else {}
-    found = {
-        rule.name: _value_at({"reward_components": entry, **entry}, rule.path)
-        for rule in rules
-        if rule.servers is None or server in rule.servers
-    }
-    return {name: _number(value, f"step_rewards.{name}") for name, value in found.items() if value is not None}
+    rewards: dict[str, float | None] = {}
+    for rule in rules:
+        value = _value_at({"reward_components": entry, **entry}, rule.path)
+        if value is not None and (rule.servers is None or server in rule.servers):
+            rewards[rule.name] = finite_number(value, f"step_rewards.{rule.name}")
+    return rewards
 
 
 def _all_components(reply: Mapping[str, Any]) -> dict[str, float | None]:
@@ -245,15 +247,15 @@ def _all_components(reply: Mapping[str, Any]) -> dict[str, float | None]:
     for name in values:
         if not name or len(name) > 100 or "/" in name or not name.isprintable() or name == "total":
             raise Failure(FailureKind.BAD_REPLY, f"{printable(name, 40)!r} is not a valid component name")
-    return {name: None if value is None else _number(value, name) for name, value in values.items()}
+    return {name: None if value is None else finite_number(value, name) for name, value in values.items()}
 
 
 def _check_sum(reply: Mapping[str, Any]) -> None:
     components = reply.get("reward_components")
     if not isinstance(components, Mapping) or reply.get("reward") is None:
         return
-    total = math.fsum(_number(value, name) for name, value in components.items() if value is not None)
-    scalar = _number(reply["reward"], "reward")
+    total = math.fsum(finite_number(value, name) for name, value in components.items() if value is not None)
+    scalar = finite_number(reply["reward"], "reward")
     if not math.isclose(total, scalar, rel_tol=1e-5, abs_tol=1e-6):
         raise Failure(FailureKind.BAD_REPLY, f"reward is {scalar:g}, but its components add up to {total:g}")
 
@@ -264,19 +266,6 @@ def _value_at(reply: Any, path: Sequence[str]) -> Any:
             return None
         reply = reply[part]
     return reply
-
-
-def _number(value: Any, what: str) -> float:
-    """Convert a JSON number or boolean to float."""
-    if not isinstance(value, (int, float)):
-        raise Failure(FailureKind.BAD_REPLY, f"{printable(what, 60)} is of type {type(value).__name__}, not a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise Failure(FailureKind.BAD_REPLY, f"{printable(what, 60)} is not finite")
-    return number
 
 
 def _listed_numbers(reply: Mapping[str, Any]) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 from gdpo_nemo.data.records import Outcome, Prompt
-from gdpo_nemo.data.server_replies import Failure, FailureKind
 from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
 from gdpo_nemo.environments.http_client import (
@@ -33,6 +33,7 @@ from gdpo_nemo.environments.openenv.messages import (
 )
 from gdpo_nemo.environments.openenv.session import Connector, EnvSession
 from gdpo_nemo.environments.openenv.settings import FirstPrompt, read_settings
+from gdpo_nemo.environments.server_replies import Failure, FailureKind
 from gdpo_nemo.utils.errors import ConfigError, RunError
 
 _SESSIONS = 4096

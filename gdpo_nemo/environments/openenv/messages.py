@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Mapping
+from typing import Any
 
 from gdpo_nemo.data.records import Prompt
-from gdpo_nemo.data.server_replies import Failure, FailureKind, error_text, parse_json, printable
 from gdpo_nemo.environments.episodes import MAX_OBSERVATION_CHARACTERS, Observation
 from gdpo_nemo.environments.openenv.settings import ANSWER, ActionFormat, FirstPrompt, Settings
+from gdpo_nemo.environments.server_replies import (
+    Failure,
+    FailureKind,
+    error_text,
+    finite_number,
+    parse_json,
+    printable,
+)
 from gdpo_nemo.utils.errors import ConfigError, nearest
 
 MAX_JSON_DEPTH = 100
@@ -90,21 +97,8 @@ def result_of(reply: Mapping[str, Any]) -> StepResult:
     done = data.get("done", False)
     if not isinstance(done, bool):
         raise _bad(f"done must be true or false, not {printable(repr(done), 40)}")
-    return StepResult(observation, _reward(data.get("reward")), done)
-
-
-def _reward(value: Any) -> float | None:
-    if value is None:
-        return None
-    if not isinstance(value, (int, float)):
-        raise _bad(f"the reward is of type {type(value).__name__}, not a number")
-    try:
-        reward = float(value)
-    except OverflowError:
-        reward = math.inf
-    if not math.isfinite(reward):
-        raise _bad("the reward is not finite")
-    return reward
+    reward = data.get("reward")
+    return StepResult(observation, None if reward is None else finite_number(reward, "the reward"), done)
 
 
 def observation_text(settings: Settings, observation: Mapping[str, Any], complete: bool = True) -> str:
@@ -253,8 +247,8 @@ def _fields(schema: Any) -> tuple[list[str], list[str]]:
     properties = schema.get("properties")
     required = schema.get("required")
     return (
-        [str(name) for name in properties] if isinstance(properties, Mapping) else [],
-        [str(name) for name in required] if isinstance(required, list) else [],
+        list(map(str, properties)) if isinstance(properties, Mapping) else [],
+        list(map(str, required)) if isinstance(required, list) else [],
     )
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import aiohttp
 
-from gdpo_nemo.data.server_replies import Failure, FailureKind, parse_reply, printable
 from gdpo_nemo.environments.http_client import CONNECT_S
 from gdpo_nemo.environments.openenv.messages import MAX_JSON_DEPTH
+from gdpo_nemo.environments.server_replies import Failure, FailureKind, parse_reply, printable
 
 _CLOSE_S = 2.0
 """Time limit in seconds for a server to confirm that a connection is closed."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Mapping
+from typing import Any
 
-from gdpo_nemo.environments.base import read_options
+from gdpo_nemo.environments.base import number_option, read_options
 from gdpo_nemo.environments.http_client import base_url
 from gdpo_nemo.utils.errors import ConfigError, nearest
 
@@ -102,16 +103,16 @@ def read_settings(options: Mapping[str, Any] | None) -> Settings:
         action_format,
         _observation(chosen.observation),
         _text("reward", chosen.reward),
-        _number("invalid_action_reward", chosen.invalid_action_reward, float("-inf")),
+        number_option("invalid_action_reward", chosen.invalid_action_reward, float("-inf")),
         _reset(chosen.reset),
         _choice("first_prompt", chosen.first_prompt, FirstPrompt),
         None if chosen.prompt is None else _text("prompt", chosen.prompt),
         None if chosen.api_key_env is None else _text("api_key_env", chosen.api_key_env),
         Limits(
-            _number("timeout_s", chosen.timeout_s, 0.001),
-            int(_number("retries", chosen.retries, 0)),
-            _number("idle_timeout_s", chosen.idle_timeout_s, 0.001),
-            int(_number("max_reply_bytes", chosen.max_reply_bytes, 1)),
+            number_option("timeout_s", chosen.timeout_s, 0.001),
+            int(number_option("retries", chosen.retries, 0)),
+            number_option("idle_timeout_s", chosen.idle_timeout_s, 0.001),
+            int(number_option("max_reply_bytes", chosen.max_reply_bytes, 1)),
         ),
     )
 
@@ -185,10 +186,4 @@ def _choice(key: str, value: Any, enum_class: type[StrEnum]) -> Any:
 def _text(key: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise ConfigError(f"{key}: must be a text, not {value!r}")
-    return value
-
-
-def _number(key: str, value: Any, minimum: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value < float("inf"):
-        raise ConfigError(f"{key}: must be a number{'' if minimum < 0 else f' of at least {minimum:g}'}, not {value!r}")
     return value

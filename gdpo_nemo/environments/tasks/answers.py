@@ -10,8 +10,9 @@ import json
 import logging
 import re
 import signal
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Iterator, Mapping, Sequence
+from typing import Any
 
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.utils.errors import RunError, nearest

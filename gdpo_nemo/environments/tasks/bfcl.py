@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 from gdpo_nemo.data.records import Trajectory, Verdict
 from gdpo_nemo.environments.base import Environment, read_options
@@ -54,12 +55,13 @@ class Bfcl(Environment):
             raise ConfigError("must have the columns id, question and function of BFCL's rows")
         if not isinstance(row["question"], list) or len(row["question"]) != 1:
             raise ConfigError("has several turns, which bfcl does not support")
-        tools = "\n".join(
-            f"{number}. Name: {tool['name']}\nDescription: {tool['description']}\nParameters: "
-            + json.dumps(tool["parameters"]["properties"], ensure_ascii=False)
-            for number, tool in enumerate(row["function"], 1)
-        )
-        system = {"role": "system", "content": _INSTRUCTIONS.format(tools=tools)}
+        tools = []
+        for number, tool in enumerate(row["function"], 1):
+            parameters = json.dumps(tool["parameters"]["properties"], ensure_ascii=False)
+            tools.append(
+                f"{number}. Name: {tool['name']}\nDescription: {tool['description']}\nParameters: {parameters}"
+            )
+        system = {"role": "system", "content": _INSTRUCTIONS.format(tools="\n".join(tools))}
         answers = self._answers_of(row) or []
         if not answers and "irrelevance" not in str(row["id"]):
             raise ConfigError(f"has no answer ({row['id']}); set the option answers of the environment bfcl")
@@ -72,7 +74,8 @@ class Bfcl(Environment):
         """Return one verdict per trajectory."""
         verdicts = []
         for trajectory in trajectories:
-            functions, answers = (json.loads(column(trajectory.prompt, key)) for key in ("function", "ground_truth"))
+            functions = json.loads(column(trajectory.prompt, "function"))
+            answers = json.loads(column(trajectory.prompt, "ground_truth"))
             text = trajectory.text.strip()
             made = made_calls(text)
             valid = calls_match(functions, made or [], answers)
@@ -82,11 +85,10 @@ class Bfcl(Environment):
 
     def examples(self, row: Mapping[str, Any]) -> list[str]:
         """Return a completion with the first acceptable values."""
-        lines = [
-            json.dumps({"name": name, "parameters": first_acceptable(acceptable)})
-            for answer in json.loads(str(row.get("ground_truth", "[]")))
-            for name, acceptable in answer.items()
-        ]
+        lines = []
+        for answer in json.loads(str(row.get("ground_truth", "[]"))):
+            for name, acceptable in answer.items():
+                lines.append(json.dumps({"name": name, "parameters": first_acceptable(acceptable)}))
         return ["<think> ... </think>\n<tool_call>\n" + "\n".join(lines) + "\n</tool_call>"] if lines else []
 
     def _answers_of(self, row: Mapping[str, Any]) -> Any:

@@ -14,7 +14,8 @@ calls as answers, and each answer, in order, finds an unused call with these pro
 from __future__ import annotations
 
 import re
-from typing import Any, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 Call = tuple[str, Mapping[str, Any]]
 """Name and parameters."""
@@ -71,26 +72,30 @@ def exact_answers(calls: Sequence[Call]) -> tuple[list[dict[str, Any]], list[Ans
 def first_acceptable(acceptable: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     """Return the first acceptable value other than ``""`` of each parameter that has one."""
     found = {}
+    for key, value in _first_values(acceptable).items():
+        found[key] = list(map(_first_in_dict, value)) if isinstance(value, list) else _first_in_dict(value)
+    return found
+
+
+def _first_values(acceptable: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """Return the first value other than ``""`` of each key that has one."""
+    found = {}
     for key, values in acceptable.items():
-        for value in [value for value in values if value != ""][:1]:
-            if isinstance(value, list):
-                found[key] = [_first_in_dict(item) for item in value]
-            else:
-                found[key] = _first_in_dict(value)
+        for value in values:
+            if value != "":
+                found[key] = value
+                break
     return found
 
 
 def _first_in_dict(value: Any) -> Any:
     """Return a dictionary's first acceptable values, which may be any type. Other values are unchanged."""
-    if not isinstance(value, dict):
-        return value
-    chosen = {key: [item for item in items if item != ""][:1] for key, items in value.items()}
-    return {key: items[0] for key, items in chosen.items() if items}
+    return _first_values(value) if isinstance(value, dict) else value
 
 
 def _described(value: Any) -> dict[str, Any]:
     described: dict[str, Any] = {"type": _NAMES.get(type(value), "any")}
-    kinds = {type(item) for item in value} if isinstance(value, list) else set()
+    kinds = set(map(type, value)) if isinstance(value, list) else set()
     if len(kinds) == 1 and (kind := kinds.pop()) in _NAMES:
         described["items"] = {"type": _NAMES[kind]}
     return described
@@ -101,7 +106,7 @@ def _as_answer(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: [item] for key, item in value.items()}
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-        return [_as_answer(item) for item in value]
+        return list(map(_as_answer, value))
     return value
 
 
@@ -110,8 +115,8 @@ def _call_matches(
 ) -> bool:
     described = schema["properties"]
     return (
-        all(key in parameters for key in schema.get("required", ()))
-        and all(key in described and key in acceptable for key in parameters)
+        parameters.keys() >= set(schema.get("required", ()))
+        and parameters.keys() <= described.keys() & acceptable.keys()
         and all(_value_matches(described[key], value, acceptable[key]) for key, value in parameters.items())
         and all(key in parameters or "" in values for key, values in acceptable.items())
     )
@@ -138,8 +143,8 @@ def _value_matches(description: Mapping[str, Any], value: Any, acceptable: Seque
             for other in acceptable
         )
     if kind is list:
-        return [_plain(item) for item in value] in [[_plain(item) for item in other] for other in acceptable]
-    return _plain(value) in [_plain(other) for other in acceptable]
+        return _plain_items(value) in map(_plain_items, acceptable)
+    return _plain(value) in map(_plain, acceptable)
 
 
 def _first_kind(acceptable: Sequence[Any]) -> type | None:
@@ -152,22 +157,25 @@ def _items_match(kind: type, value: Sequence[Any], acceptable: Sequence[Any]) ->
 
     As in BFCL, an acceptable value that is not a list allows items of any type.
     """
-    return any(
-        not isinstance(other, list) or all(type(item) is kind or type(item) is _first_kind(other) for item in value)
-        for other in acceptable
-    )
+    for other in acceptable:
+        if not isinstance(other, list):
+            return True
+        if all(type(item) is kind or type(item) is _first_kind(other) for item in value):
+            return True
+    return False
 
 
 def _dict_matches(value: Any, acceptable: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and isinstance(acceptable, dict)
-        and all(
-            key in acceptable and _plain(item) in [_plain(other) for other in acceptable[key]]
-            for key, item in value.items()
-        )
-        and all(key in value or "" in values for key, values in acceptable.items())
-    )
+    if not isinstance(value, dict) or not isinstance(acceptable, dict):
+        return False
+    for key, item in value.items():
+        if key not in acceptable or _plain(item) not in map(_plain, acceptable[key]):
+            return False
+    return all(key in value or "" in values for key, values in acceptable.items())
+
+
+def _plain_items(values: Sequence[Any]) -> list[Any]:
+    return list(map(_plain, values))
 
 
 def _plain(value: Any) -> Any:

@@ -9,7 +9,8 @@ import math
 import pickle
 import re
 import zlib
-from typing import Any, Mapping, NoReturn, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
 from gdpo_nemo.environments.base import Environment, read_options
@@ -105,7 +106,7 @@ class Code(Environment):
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
         """Return one verdict per trajectory. If the sandbox fails or the row's tests are invalid, the outcome is
         ``ENV_FAILED``."""
-        return [self._verdict(trajectory) for trajectory in trajectories]
+        return list(map(self._verdict, trajectories))
 
     def _verdict(self, trajectory: Trajectory) -> Verdict:
         check = json.loads(trajectory.prompt.fields[_CHECK])
@@ -155,8 +156,11 @@ def _program(text: str, check: Mapping[str, Any]) -> str:
 
 def _same_output(output: str, expected: str) -> bool:
     """Compare outputs line by line, ignoring trailing white space and empty lines at the end."""
-    ours, theirs = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (output, expected))
-    return ours == theirs
+    return _lines(output) == _lines(expected)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
 def _read(row: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -198,9 +202,8 @@ def _input_output(found: Any) -> dict[str, Any]:
     if len(found["inputs"]) != len(found["outputs"]):
         raise ConfigError("input_output: inputs and outputs must have the same length")
     if name := found.get("fn_name"):
-        return _calls(name, found["inputs"], [_unwrapped(output) for output in found["outputs"]])
-    inputs, outputs = ([_joined(entry) for entry in found[key]] for key in ("inputs", "outputs"))
-    return {"inputs": inputs, "outputs": outputs}
+        return _calls(name, found["inputs"], list(map(_unwrapped, found["outputs"])))
+    return {"inputs": list(map(_joined, found["inputs"])), "outputs": list(map(_joined, found["outputs"]))}
 
 
 def _live_code_bench(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,7 +216,9 @@ def _live_code_bench(row: Mapping[str, Any]) -> dict[str, Any]:
     metadata = _json("metadata", row.get("metadata"))
     name = metadata.get("func_name") if isinstance(metadata, Mapping) else None
     check = _pairs("public_test_cases", cases)
-    arguments = [[_json("input", line) for line in given.splitlines() if line.strip()] for given in check["inputs"]]
+    arguments = []
+    for given in check["inputs"]:
+        arguments.append([_json("input", line) for line in given.splitlines() if line.strip()])
     return _calls(name, arguments, [_json("output", output) for output in check["outputs"]])
 
 
@@ -278,7 +283,7 @@ def _with_starter(row: Mapping[str, Any], column: str) -> str:
 
 
 def _joined(entry: Any) -> str:
-    return "\n".join(str(line) for line in entry) if isinstance(entry, list) else str(entry)
+    return "\n".join(map(str, entry)) if isinstance(entry, list) else str(entry)
 
 
 def _json(column: str, value: Any) -> Any:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 import re
-from typing import Any, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -65,7 +66,7 @@ class DigitSort(Environment):
         if len(chosen.correctness_values) != 2:
             raise ConfigError("environment digit_sort: correctness_values must be two numbers, [wrong, right]")
         self._length_limit = chosen.length_limit
-        self._wrong, self._right = (float(value) for value in chosen.correctness_values)
+        self._wrong, self._right = map(float, chosen.correctness_values)
         self._length_if_correct = chosen.length_if_correct
         self.reward_names: tuple[str, ...] = ("correctness", "format", "length", "all")
         if self._length_if_correct:
@@ -73,7 +74,7 @@ class DigitSort(Environment):
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
         """Return one verdict per trajectory. The prompt's ``digits`` column contains the digits to sort."""
-        return [self._verdict(trajectory) for trajectory in trajectories]
+        return list(map(self._verdict, trajectories))
 
     def rows(self, split: str, size: int | None, seed: int) -> list[Mapping[str, Any]]:
         """See ``digit_rows``."""

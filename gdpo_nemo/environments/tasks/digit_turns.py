@@ -9,7 +9,8 @@ tasks.
 from __future__ import annotations
 
 import re
-from typing import Any, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 from gdpo_nemo.environments.base import Environment, read_options
 from gdpo_nemo.environments.tasks.digit_sort import DIGITS, digit_rows
@@ -37,7 +38,7 @@ class DigitTurns(Environment):
     def __init__(self, options: Mapping[str, Any] | None = None):
         self._options = read_options("digit_turns", options, always_two=True)
 
-    def episode(self) -> "Sorting":
+    def episode(self) -> Sorting:
         """Return a new episode."""
         return Sorting(self._options.always_two)
 

@@ -12,9 +12,10 @@ implemented.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -119,20 +120,26 @@ class Ebft(Environment):
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
         """Return one verdict per trajectory. The samples of a prompt must be consecutive."""
-        groups = [list(members) for _, members in groupby(trajectories, key=lambda t: t.prompt.id)]
-        return [verdict for group in groups for verdict in self._verdicts(group)]
+        verdicts: list[Verdict] = []
+        for _, members in groupby(trajectories, key=lambda t: t.prompt.id):
+            verdicts += self._verdicts(list(members))
+        return verdicts
 
     def _verdicts(self, group: Sequence[Trajectory]) -> list[Verdict]:
         if self._model is None:
             self.prepare()
         prompt = group[0].prompt
-        answers = [self._without_end(ids) for ids in (*(t.completion_ids for t in group), self._gold(prompt))]
+        answers = [self._without_end(t.completion_ids) for t in group]
+        answers.append(self._without_end(self._gold(prompt)))
         features = self._features(prompt.token_ids, answers)
         alignment, diversity = feature_matching(features[:-1], features[-1], self._whitens)
-        return [
-            Verdict({"alignment": float(a), "diversity": None if diversity is None else float(diversity[index])})
-            for index, a in enumerate(alignment)
-        ]
+        verdicts = []
+        for index in range(len(group)):
+            rewards: dict[str, float | None] = {"alignment": float(alignment[index]), "diversity": None}
+            if diversity is not None:
+                rewards["diversity"] = float(diversity[index])
+            verdicts.append(Verdict(rewards))
+        return verdicts
 
     def _gold(self, prompt: Prompt) -> np.ndarray:
         """Return the tokens of the reference answer."""

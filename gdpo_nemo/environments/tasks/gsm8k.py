@@ -8,9 +8,11 @@ contains a comma.
 from __future__ import annotations
 
 import re
-from typing import Any, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
+from gdpo_nemo.data.row_formats import GSM8K_PROMPT
 from gdpo_nemo.environments.base import Environment, read_options
 from gdpo_nemo.environments.tasks.answers import (
     Unfinished,
@@ -24,22 +26,6 @@ from gdpo_nemo.environments.tasks.answers import (
 _STRICT_BLOCKS = re.compile(r"<think>.*?</think>\n<answer>.*?</answer>\n?", re.DOTALL)
 """The pattern allows a final line break, like `$` in the original pattern."""
 _INTEGER = re.compile(r"[+-]?[0-9]+")
-
-
-_STRICT_PROMPT = (
-    "Work through the problem step by step, with every calculation, before you give the result. The result must be an "
-    "integer. Reply in exactly this form, with all of the reasoning in the first block and only the integer in the "
-    "second:\n<think>the reasoning, step by step</think>\n<answer>the integer</answer>"
-)
-"""System prompt that requests the format of the option ``strict``, including the line break."""
-
-
-def solved_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a row of GSM8K with a ``completion`` in the format of ``strict``, for supervised training."""
-    solution, _, gold = str(row["answer"]).rpartition("####")
-    prompt = [{"role": "system", "content": _STRICT_PROMPT}, {"role": "user", "content": row["question"]}]
-    answer = gold.strip().replace(",", "")
-    return {"prompt": prompt, "completion": f"<think>{solution.strip()}</think>\n<answer>{answer}</answer>"}
 
 
 class Gsm8k(Environment):
@@ -78,7 +64,7 @@ class Gsm8k(Environment):
         self._limit = chosen.time_limit_s
         self._math_verify = chosen.math_verify
         if self._strict:
-            self.system_prompt = _STRICT_PROMPT
+            self.system_prompt = GSM8K_PROMPT
         if self._math_verify:
             self.reward_names = (*Gsm8k.reward_names, "math_verify")
 

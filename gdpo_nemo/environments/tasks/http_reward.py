@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Mapping, Sequence
+from itertools import chain
+from typing import Any
 
-from gdpo_nemo.data import server_replies
 from gdpo_nemo.data.records import TrainerState
-from gdpo_nemo.environments.base import Failure, SpanReward, character_spans, reward_value
+from gdpo_nemo.environments import server_replies
+from gdpo_nemo.environments.base import Failure, SpanReward, character_spans, number_option, reward_value
 from gdpo_nemo.environments.http_client import HttpClient, api_key, base_url, with_retries
 from gdpo_nemo.environments.tasks.reward_functions import plain
-from gdpo_nemo.utils.errors import ConfigError, RunError, nearest
+from gdpo_nemo.utils.errors import RunError, nearest
 
 _MAX_JSON_DEPTH = 8
 _NOT_COLUMNS = ("prompts", "completions", "completion_ids")
@@ -48,6 +50,7 @@ class HttpReward:
     def __init__(
         self,
         url: str,
+        *,
         columns: Sequence[str] | None = None,
         completion_ids: bool = False,
         api_key_env: str | None = None,
@@ -61,11 +64,11 @@ class HttpReward:
         self._columns = columns
         self._with_ids = completion_ids
         self._api_key = api_key(api_key_env)
-        self._time_limit_s = _number("time_limit_s", time_limit_s, 0.001)
-        self._max_retries = int(_number("max_retries", max_retries, 0))
-        self._batch_size = None if batch_size is None else int(_number("batch_size", batch_size, 1))
-        self._concurrency = int(_number("concurrency", concurrency, 1))
-        self._max_reply_bytes = int(_number("max_reply_bytes", max_reply_bytes, 1))
+        self._time_limit_s = number_option("time_limit_s", time_limit_s, 0.001)
+        self._max_retries = int(number_option("max_retries", max_retries, 0))
+        self._batch_size = None if batch_size is None else int(number_option("batch_size", batch_size, 1))
+        self._concurrency = int(number_option("concurrency", concurrency, 1))
+        self._max_reply_bytes = int(number_option("max_reply_bytes", max_reply_bytes, 1))
 
     async def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], trainer_state: TrainerState, **columns: Any
@@ -74,18 +77,16 @@ class HttpReward:
         sent = self._columns_to_send(columns)
         sent |= {"prompts": list(prompts), "completions": list(completions)}
         size = self._batch_size or max(1, len(completions))
-        starts = range(0, len(completions), size)
-        bodies = [
-            self._body({name: values[start : start + size] for name, values in sent.items()}, trainer_state)
-            for start in starts
-        ]
-        parts = [completions[start : start + size] for start in starts]
+        parts = []
+        for start in range(0, len(completions), size):
+            part = {name: values[start : start + size] for name, values in sent.items()}
+            parts.append((self._body(part, trainer_state), part["completions"]))
         deadline = asyncio.get_running_loop().time() + self._time_limit_s
         slots = asyncio.Semaphore(self._concurrency)
         client = HttpClient(self._concurrency, self._max_reply_bytes, _MAX_JSON_DEPTH, self._api_key)
         try:
-            requests = [self._rewards(client, slots, deadline, body, part) for body, part in zip(bodies, parts)]
-            return [reward for part in await asyncio.gather(*requests) for reward in part]
+            requests = [self._rewards(client, slots, deadline, *part) for part in parts]
+            return list(chain.from_iterable(await asyncio.gather(*requests)))
         finally:
             await client.close()
 
@@ -97,7 +98,10 @@ class HttpReward:
         for name in names:
             if name not in available:
                 raise ValueError(f"columns: the rows have no column {name!r}{nearest(name, available)}")
-        return {name: available[name] for name in names} | ({"completion_ids": ids} if self._with_ids else {})
+        sent = {name: available[name] for name in names}
+        if self._with_ids:
+            sent["completion_ids"] = ids
+        return sent
 
     def _body(self, part: Mapping[str, list[Any]], state: TrainerState) -> bytes:
         columns = {name: values for name, values in part.items() if name not in _NOT_COLUMNS}
@@ -160,9 +164,3 @@ def _characters(completion: Any) -> int:
 
 def _bad(detail: str) -> server_replies.Failure:
     return server_replies.Failure(server_replies.FailureKind.BAD_REPLY, detail)
-
-
-def _number(name: str, value: Any, minimum: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value < float("inf"):
-        raise ConfigError(f"{name}: must be a number of at least {minimum:g}, not {value!r}")
-    return value

@@ -13,15 +13,17 @@ import hashlib
 import json
 import re
 import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Callable, Mapping, NamedTuple, Sequence
+from typing import Any, NamedTuple
 
-from gdpo_nemo.data import server_replies
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory, Verdict
-from gdpo_nemo.data.server_replies import error_text, printable
-from gdpo_nemo.environments.base import Environment, Failure, read_options
+from gdpo_nemo.environments import server_replies
+from gdpo_nemo.environments.base import Environment, Failure, count_option, read_options
 from gdpo_nemo.environments.http_client import HttpClient, api_key, base_url as checked_url, with_retries
+from gdpo_nemo.environments.server_replies import error_text, printable
 from gdpo_nemo.environments.tasks.answers import column, completion_text
 from gdpo_nemo.utils.errors import ConfigError
 
@@ -65,47 +67,50 @@ class Reply(NamedTuple):
     """Tokens of the request and the reply, as the endpoint reports them, or 0 if it does not."""
 
 
+@dataclass(eq=False)
 class JudgeModel:
     """Chat model at an OpenAI-compatible endpoint. ``LlmJudge`` describes the arguments."""
 
-    def __init__(
-        self,
-        base_url: str,
-        model: str,
-        api_key_env: str | None,
-        time_limit_s: float,
-        max_retries: int,
-        concurrency: int,
-        max_reply_bytes: int,
-        max_tokens: int | None,
-        temperature: float | None,
-        max_completion_tokens: int | None,
-        extra_body: Mapping[str, Any] | None,
-        votes: int,
-    ):
-        self._url = checked_url("base_url", base_url) + "/chat/completions"
-        self._time_limit_s = float(time_limit_s)
-        self._max_retries = int(max_retries)
-        self._concurrency = int(concurrency)
-        self._max_reply_bytes = int(max_reply_bytes)
+    base_url: str
+    model: str
+    _: KW_ONLY
+    api_key_env: str | None = None
+    time_limit_s: float = 20.0
+    max_retries: int = 3
+    concurrency: int = 16
+    max_reply_bytes: int = 262_144
+    max_tokens: int | None = _MAX_TOKENS
+    temperature: float | None = 0.0
+    max_completion_tokens: int | None = None
+    extra_body: Mapping[str, Any] | None = None
+    votes: int = 1
+
+    def __post_init__(self) -> None:
+        self._url = checked_url("base_url", self.base_url) + "/chat/completions"
+        self._time_limit_s = float(self.time_limit_s)
+        self._max_retries = int(self.max_retries)
+        self._concurrency = int(self.concurrency)
+        self._max_reply_bytes = int(self.max_reply_bytes)
         if self._time_limit_s <= 0 or self._concurrency < 1 or self._max_retries < 0:
             raise ConfigError("time_limit_s and concurrency must be greater than 0, max_retries at least 0")
-        self.votes = _positive("votes", votes) or 1
-        self.max_tokens = _positive("max_completion_tokens", max_completion_tokens)
-        """Maximum number of tokens of a reply. None means the endpoint's limit."""
-        sampling = {"model": model, "max_completion_tokens": self.max_tokens, "temperature": _temperature(temperature)}
-        if self.max_tokens is None:
-            sampling["max_tokens"] = self.max_tokens = _positive("max_tokens", max_tokens)
-        if self.votes > _MOST_VOTES:
+        votes = self.votes = count_option("votes", self.votes) or 1
+        longest = count_option("max_completion_tokens", self.max_completion_tokens)
+        sampling = {
+            "model": self.model,
+            "max_completion_tokens": longest,
+            "temperature": _temperature(self.temperature),
+            "max_tokens": count_option("max_tokens", self.max_tokens) if longest is None else None,
+        }
+        if votes > _MOST_VOTES:
             raise ConfigError(f"votes: must be at most {_MOST_VOTES}, got {votes}")
-        if self.votes > 1 and temperature == 0:
+        if votes > 1 and self.temperature == 0:
             raise ConfigError(
                 f"votes: {votes} votes at temperature 0 would be equal; set temperature above 0, or to null for the "
                 "endpoint's default"
             )
         # Only keys with a value, because the key of a cached reply contains them.
-        self._sampling = {key: value for key, value in sampling.items() if value is not None} | _extra(extra_body)
-        self._api_key = api_key(api_key_env)
+        self._sampling = {key: value for key, value in sampling.items() if value is not None} | _extra(self.extra_body)
+        self._api_key = api_key(self.api_key_env)
 
     def key(self, messages: Conversation, vote: int = 0) -> str:
         """Return a hash of the request and the index of its vote, which identifies the reply in the cache."""
@@ -165,7 +170,8 @@ def _read_reply(reply: Any) -> Reply | Failure:
     return Reply(content, tokens if isinstance(tokens, int) and 0 < tokens < 10**9 else 0)
 
 
-class LlmJudge:
+@dataclass(eq=False)
+class LlmJudge(JudgeModel):
     """Reward function that returns the score of a judge model, scaled to the range from 0 (worst) to 1 (best).
 
     Args:
@@ -191,41 +197,15 @@ class LlmJudge:
         ConfigError: if an argument is invalid, or the environment variable is not set.
     """
 
-    def __init__(
-        self,
-        base_url: str,
-        model: str,
-        question: str,
-        scale: Sequence[float] = (0, 10),
-        reference: str | None = None,
-        api_key_env: str | None = None,
-        time_limit_s: float = 20.0,
-        max_retries: int = 3,
-        concurrency: int = 16,
-        max_reply_bytes: int = 262_144,
-        max_tokens: int | None = _MAX_TOKENS,
-        temperature: float | None = 0.0,
-        max_completion_tokens: int | None = None,
-        extra_body: Mapping[str, Any] | None = None,
-        votes: int = 1,
-    ):
-        self._low, self._high = _scale("scale", scale)
-        self._reference = reference
-        self._system = _INSTRUCTIONS.format(question=question, low=self._low, high=self._high)
-        self._judge = JudgeModel(
-            base_url,
-            model,
-            api_key_env,
-            time_limit_s,
-            max_retries,
-            concurrency,
-            max_reply_bytes,
-            max_tokens,
-            temperature,
-            max_completion_tokens,
-            extra_body,
-            votes,
-        )
+    question: str
+    _: KW_ONLY
+    scale: Sequence[float] = (0, 10)
+    reference: str | None = None
+
+    def __post_init__(self) -> None:
+        self._low, self._high = _scale("scale", self.scale)
+        self._system = _INSTRUCTIONS.format(question=self.question, low=self._low, high=self._high)
+        super().__post_init__()
 
     async def __call__(
         self,
@@ -238,19 +218,18 @@ class LlmJudge:
 
         With several votes, the metric ``judge/noise`` is the mean standard deviation of a completion's scores.
         """
-        if self._reference is not None and self._reference not in columns:
-            raise ValueError(f"reference: the rows have no column {self._reference!r}")
-        references = columns[self._reference] if self._reference else [None] * len(completions)
-        chats = [
-            _chat(self._system, prompt=completion_text(prompt), answer=completion_text(answer), reference=gold)
-            for prompt, answer, gold in zip(prompts, completions, references)
-        ]
-        votes = self._judge.votes
-        replies = await self._judge.ask([chat for chat in chats for _ in range(votes)])
+        if self.reference is not None and self.reference not in columns:
+            raise ValueError(f"reference: the rows have no column {self.reference!r}")
+        references = columns[self.reference] if self.reference else [None] * len(completions)
+        chats: list[Conversation] = []
+        for prompt, answer, gold in zip(prompts, completions, references):
+            chat = _chat(self._system, prompt=completion_text(prompt), answer=completion_text(answer), reference=gold)
+            chats += [chat] * self.votes
+        replies = await self.ask(chats)
         scores = [reply if isinstance(reply, Failure) else self._read(reply.text) for reply in replies]
-        found = [_all_or_failure(scores[start : start + votes]) for start in range(0, len(scores), votes)]
+        found = [_all_or_failure(scores[start : start + self.votes]) for start in range(0, len(scores), self.votes)]
         scored = [sample for sample in found if not isinstance(sample, Failure)]
-        if votes > 1 and scored:
+        if self.votes > 1 and scored:
             log_metric("judge/noise", fmean(map(stdev, scored)))
         return [sample if isinstance(sample, Failure) else fmean(sample) for sample in found]
 
@@ -309,13 +288,9 @@ class Judge(Environment):
         self._compare = chosen.compare
         lines = [f"- {name}{criterion.range}: {criterion.question}" for name, criterion in self._criteria.items()]
         self._system = (_COMPARISON if chosen.compare else _RUBRIC).format(criteria="\n".join(lines))
-        self._judge = JudgeModel(
-            chosen.base_url, chosen.model, chosen.api_key_env, chosen.time_limit_s, chosen.max_retries,
-            chosen.concurrency, chosen.max_reply_bytes, chosen.max_tokens, chosen.temperature,
-            chosen.max_completion_tokens, chosen.extra_body, chosen.votes,
-        )  # fmt: skip
+        self._judge = JudgeModel(**{field.name: getattr(chosen, field.name) for field in fields(JudgeModel)})
         source = self._judge.key([{"role": "system", "content": self._system}])
-        limits = {key: _positive(key, getattr(chosen, key)) for key in ("max_calls", "max_total_tokens")}
+        limits = {key: count_option(key, getattr(chosen, key)) for key in ("max_calls", "max_total_tokens")}
         self._record = _Record(source, limits)
 
     def use_run_folder(self, folder: Path) -> None:
@@ -333,25 +308,38 @@ class Judge(Environment):
         samples = []
         for trajectory in trajectories:
             chats = self._chats(trajectory)
-            samples.append([[self._judge.key(chat, vote) for chat in chats] for vote in range(self._judge.votes)])
-            for keys in samples[-1]:
-                requests.update(zip(keys, chats))
+            votes = []
+            for vote in range(self._judge.votes):
+                votes.append([self._judge.key(chat, vote) for chat in chats])
+                requests.update(zip(votes[-1], chats))
+            samples.append(votes)
         replies, made = self._replies(requests)
-        votes = [[_all_or_failure([self._read(replies[key]) for key in keys]) for keys in sample] for sample in samples]
-        sent = [reply for reply in made if isinstance(reply, Reply)]
-        metrics = {
-            "judge/calls": len(made) / max(1, len(samples)),
-            "judge/tokens": sum(reply.tokens for reply in sent) / max(1, len(samples)),
-        }
-        pairs = [vote for sample in votes for vote in sample if self._compare and not isinstance(vote, Failure)]
-        if pairs:
-            differ = [first[name] != 1 - second[name] for first, second in pairs for name in self._criteria]
+        tokens = sum(reply.tokens for reply in made if isinstance(reply, Reply))
+        metrics = {"judge/calls": len(made) / max(1, len(samples)), "judge/tokens": tokens / max(1, len(samples))}
+        scores = []
+        differ: list[bool] = []
+        for votes in samples:
+            found = []
+            for keys in votes:
+                results = _all_or_failure([self._read(replies[key]) for key in keys])
+                if self._compare and not isinstance(results, Failure):
+                    first, second = results
+                    differ += [first[name] != 1 - second[name] for name in self._criteria]
+                found.append(self._scores(results))
+            scores.append(_all_or_failure(found))
+        if differ:
             metrics["judge/disagreement"] = sum(differ) / len(differ)
-        scores = [_all_or_failure([self._scores(vote) for vote in sample]) for sample in votes]
-        scored = [sample for sample in scores if not isinstance(sample, Failure)]
-        for name in self._criteria if scored and self._judge.votes > 1 else ():
-            metrics[f"judge/noise/{name}"] = fmean(stdev(vote[name] for vote in sample) for sample in scored)
+        if self._judge.votes > 1:
+            metrics |= self._noise([sample for sample in scores if not isinstance(sample, Failure)])
         return [self._verdict(sample, metrics) for sample in scores]
+
+    def _noise(self, samples: Sequence[Sequence[Mapping[str, float]]]) -> dict[str, float]:
+        """Return the mean standard deviation of each component over the votes of a sample, as metrics."""
+        metrics = {}
+        for name in self._criteria if samples else ():
+            deviations = [stdev([vote[name] for vote in votes]) for votes in samples]
+            metrics[f"judge/noise/{name}"] = fmean(deviations)
+        return metrics
 
     def _chats(self, trajectory: Trajectory) -> list[Conversation]:
         """Return the requests for a sample: one, or for a comparison one per order."""
@@ -367,8 +355,14 @@ class Judge(Environment):
         self, requests: Mapping[str, Conversation]
     ) -> tuple[dict[str, Reply | Failure], list[Reply | Failure]]:
         """Return the reply to each request by its key, and the replies that were not in the cache."""
-        cached = {key: found for key in requests if (found := self._record.find(key)) is not None}
-        missing = [key for key in requests if key not in cached]
+        answers: dict[str, Reply | Failure] = {}
+        missing = []
+        for key in requests:
+            cached = self._record.find(key)
+            if cached is None:
+                missing.append(key)
+            else:
+                answers[key] = cached
         self._record.reserve(len(missing))
         made: list[Reply | Failure] = []
         try:
@@ -376,9 +370,9 @@ class Judge(Environment):
         finally:
             self._record.release(len(missing))
         for key, reply in zip(missing, made):
+            answers[key] = reply
             if isinstance(reply, Reply):
                 self._record.add(None if isinstance(self._read(reply), Failure) else key, reply)
-        answers: dict[str, Reply | Failure] = {**cached, **dict(zip(missing, made))}
         return answers, made
 
     def _read(self, reply: Reply | Failure) -> dict[str, float] | Failure:
@@ -514,9 +508,9 @@ def requests_of(key: str, plugin: str, options: Mapping[str, Any]) -> list[tuple
             judges[f"{key}.functions.{name}"] = entry if isinstance(entry, Mapping) else {}
     found = []
     for place, given in judges.items():
-        votes = _positive(f"{place}.votes", given.get("votes")) or 1
-        tokens = _positive(f"{place}.max_completion_tokens", given.get("max_completion_tokens"))
-        tokens = tokens or _positive(f"{place}.max_tokens", given.get("max_tokens", _MAX_TOKENS))
+        votes = count_option(f"{place}.votes", given.get("votes")) or 1
+        tokens = count_option(f"{place}.max_completion_tokens", given.get("max_completion_tokens"))
+        tokens = tokens or count_option(f"{place}.max_tokens", given.get("max_tokens", _MAX_TOKENS))
         found.append((place, votes * (2 if given.get("compare") else 1), tokens))
     return found
 
@@ -564,15 +558,9 @@ def _temperature(value: Any) -> float | None:
     raise ConfigError(f"temperature: must be a number of at least 0, or null ({value!r})")
 
 
-def _positive(key: str, value: Any) -> int | None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ConfigError(f"{key}: must be a positive integer or null ({value!r})")
-    return value
-
-
 def _scale(key: str, scale: Any) -> tuple[float, float]:
     try:
-        low, high = (float(value) for value in scale)
+        low, high = map(float, scale)
     except (TypeError, ValueError):
         raise ConfigError(f"{key}: must be two numbers, [worst, best], not {scale!r}") from None
     if not low < high:

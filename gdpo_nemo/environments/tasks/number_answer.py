@@ -9,9 +9,10 @@ from __future__ import annotations
 import operator
 import random
 import re
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from itertools import permutations
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any
 
 from gdpo_nemo.data.records import Prompt, Trajectory, Verdict
 from gdpo_nemo.environments.base import Environment, read_options
@@ -158,4 +159,5 @@ def _ends_with_number(text: str) -> bool:
 def _is_range(numbers: Sequence[Any]) -> bool:
     if len(numbers) != 2 or any(isinstance(n, bool) or not isinstance(n, int) for n in numbers):
         return False
-    return bool(0 <= numbers[0] and numbers[1] - numbers[0] >= 9)
+    start, end = numbers
+    return bool(start >= 0 and end - start >= 9)

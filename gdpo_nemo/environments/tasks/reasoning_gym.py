@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
 from gdpo_nemo.environments.base import Environment, read_options, reward_value

@@ -7,8 +7,10 @@ import copy
 import functools
 import inspect
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any
 
 from gdpo_nemo.data.records import Outcome, TrainerState, Trajectory, Verdict
 from gdpo_nemo.environments.base import Environment, Failure, SpanReward, read_options, reward_value
@@ -46,10 +48,12 @@ class _RewardFunction:
             arguments.pop("completion", None)  # TRL does not pass this column to reward functions
         elif "id" in self.parameters:
             arguments.setdefault("id", batch.ids)
-        if self.parameters is not None:
-            arguments = {name: value for name, value in arguments.items() if name in self.parameters}
-        shared = ("log_extra", "log_metric", "trainer_state")
-        return {name: value if name in shared else copy.deepcopy(value) for name, value in arguments.items()}
+        found = {}
+        for name, value in arguments.items():
+            if self.parameters is None or name in self.parameters:
+                is_shared = name in ("log_extra", "log_metric", "trainer_state")
+                found[name] = value if is_shared else copy.deepcopy(value)
+        return found
 
     def __str__(self) -> str:
         return f"reward function {self.name!r} ({self.reference})"
@@ -124,10 +128,11 @@ class Functions(Environment):
             returned.update(user_loop.run(_call_all(asynchronous, batch)))
         rewards = {f.name: _values(f, returned[f.name], trajectories) for f in self._functions}
         metrics = log.metrics()
-        return [
-            self._verdict({name: rewards[name][row] for name in self.reward_names}, log.extra(row), metrics)
-            for row in range(len(trajectories))
-        ]
+        verdicts = []
+        for row in range(len(trajectories)):
+            values = {name: rewards[name][row] for name in self.reward_names}
+            verdicts.append(self._verdict(values, log.extra(row), metrics))
+        return verdicts
 
     def _verdict(
         self,
@@ -135,16 +140,19 @@ class Functions(Environment):
         extra: Mapping[str, Any],
         metrics: Mapping[str, float],
     ) -> Verdict:
-        failures = {name: value for name, value in rewards.items() if isinstance(value, Failure)}
-        failed = [f"{name}: {' '.join(str(value.detail).split())[:300]}" for name, value in failures.items()]
+        failed = []
+        spans = {}
+        given: dict[str, float | None] = {}
+        for name, value in rewards.items():
+            if isinstance(value, Failure):
+                failed.append(f"{name}: {' '.join(str(value.detail).split())[:300]}")
+            elif isinstance(value, SpanReward):
+                spans[name] = value.spans
+                given[name] = value.value
+            else:
+                given[name] = value
         if failed:
             return Verdict({}, Outcome.ENV_FAILED, "; ".join(failed), extra, metrics)
-        spans = {name: value.spans for name, value in rewards.items() if isinstance(value, SpanReward)}
-        given = {
-            name: value.value if isinstance(value, SpanReward) else value
-            for name, value in rewards.items()
-            if not isinstance(value, Failure)
-        }
         return Verdict(given, extra=extra, metrics=metrics, reward_spans=spans)
 
 
@@ -199,22 +207,24 @@ def _instantiate(name: str, reference: str, make: type, arguments: Mapping[str, 
 def _columns(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
     """Return the arguments that TRL passes to a reward function, by name. If a row lacks a column, the entry of this
     row is None."""
-    names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.prompt.fields)
-    columns = {name: [trajectory.prompt.fields.get(name) for trajectory in trajectories] for name in names}
-    columns["prompts"] = [_prompt(trajectory) for trajectory in trajectories]
-    columns["completions"] = [_completion(trajectory) for trajectory in trajectories]
-    columns["completion_ids"] = [[int(token) for token in trajectory.completion_ids] for trajectory in trajectories]
+    rows = [trajectory.prompt.fields for trajectory in trajectories]
+    columns: dict[str, list[Any]] = {}
+    for name in dict.fromkeys(chain.from_iterable(rows)):
+        columns[name] = [row.get(name) for row in rows]
+    columns["prompts"] = list(map(_prompt, trajectories))
+    columns["completions"] = list(map(_completion, trajectories))
+    columns["completion_ids"] = [list(map(int, trajectory.completion_ids)) for trajectory in trajectories]
     return columns
 
 
 def _prompt(trajectory: Trajectory) -> Any:
     messages = trajectory.prompt.messages
-    return trajectory.prompt.text if messages is None else [dict(message) for message in messages]
+    return trajectory.prompt.text if messages is None else list(map(dict, messages))
 
 
 def _completion(trajectory: Trajectory) -> Any:
     if trajectory.messages is not None:
-        return [dict(message) for message in trajectory.messages]
+        return list(map(dict, trajectory.messages))
     if trajectory.prompt.messages is None:
         return trajectory.text
     return [{"role": "assistant", "content": trajectory.text}]
@@ -308,7 +318,7 @@ class CallLog:
             raise RunError(f"{function}: log_extra({column!r}) got {len(values)} values for {self.samples} completions")
         if column in self._columns:
             raise RunError(f"{function}: log_extra({column!r}) was already called for these completions")
-        self._columns[str(column)] = [plain(value) for value in values]
+        self._columns[str(column)] = list(map(plain, values))
 
     def _log_metric(self, function: str, name: str, value: float) -> None:
         number = reward_value(value, f"{function}: the value of log_metric({name!r})")
@@ -359,5 +369,5 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(inner) for inner in value]
+        return list(map(plain, value))
     return str(value)

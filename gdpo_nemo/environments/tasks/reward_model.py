@@ -9,8 +9,9 @@ reward of 0.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
 from gdpo_nemo.data.tokenizer import Tokenizer, continued, special_tokens
@@ -48,6 +49,7 @@ class Scorer:
     def __init__(
         self,
         model: str,
+        *,
         device: str = "cpu",
         batch_size: int = 16,
         max_tokens: int | None = None,
@@ -134,7 +136,7 @@ class Scorer:
         """Return the scores of tokenized conversations, which are padded on the right to a common length."""
         import torch
 
-        lengths = torch.tensor([len(ids) for ids in texts])
+        lengths = torch.tensor(list(map(len, texts)))
         padded = torch.zeros(len(texts), int(lengths.max()), dtype=torch.int64)
         for row, ids in zip(padded, texts):
             row[: len(ids)] = torch.tensor(ids)
@@ -147,7 +149,8 @@ class Scorer:
             ).last_hidden_state
             last = hidden[torch.arange(len(texts)), (lengths - 1).to(hidden.device)]
             scores = self._model.score(last).float()[:, 0]
-        return [float(score) for score in scores.cpu()]
+        found: list[float] = scores.tolist()
+        return found
 
 
 class RewardModel(Environment):
@@ -173,18 +176,19 @@ class RewardModel(Environment):
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
         """Return one verdict per trajectory."""
         prompts = [t.prompt.text if t.prompt.messages is None else list(t.prompt.messages) for t in trajectories]
-        return [
-            Verdict({}, Outcome.ENV_FAILED, score.detail)
-            if isinstance(score, Failure)
-            else Verdict({self.reward_names[0]: score})
-            for score in self._scorer(prompts, [t.text for t in trajectories])
-        ]
+        verdicts = []
+        for score in self._scorer(prompts, [t.text for t in trajectories]):
+            if isinstance(score, Failure):
+                verdicts.append(Verdict({}, Outcome.ENV_FAILED, score.detail))
+            else:
+                verdicts.append(Verdict({self.reward_names[0]: score}))
+        return verdicts
 
 
 def _messages(role: str, content: Any) -> list[Mapping[str, Any]]:
     if isinstance(content, str):
         return [{"role": role, "content": content}]
-    return [dict(message) for message in content]
+    return list(map(dict, content))
 
 
 def _check_classifier(name: str, config: Any) -> None:

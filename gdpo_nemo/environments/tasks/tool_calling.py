@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from typing import Any, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from gdpo_nemo.data.records import Trajectory, Verdict
 from gdpo_nemo.environments.base import Environment, read_options
@@ -82,8 +83,8 @@ def rlla_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
         prompt, gold = row.get("prompt"), reward_model["ground_truth"]
     elif {"instruction", "input", "output"} <= row.keys():
-        turns = {"system": row["instruction"], "user": row["input"]}
-        prompt, gold = [{"role": role, "content": text} for role, text in turns.items()], row["output"]
+        system, user = {"role": "system", "content": row["instruction"]}, {"role": "user", "content": row["input"]}
+        prompt, gold = [system, user], row["output"]
     else:
         return row
     return {"prompt": prompt, "ground_truth": gold, "completion": gold}
@@ -168,16 +169,17 @@ def _read_calls(text: str) -> list[Call]:
 
 
 def _score(expected: Sequence[Call], made: Sequence[Call]) -> float:
-    score = _jaccard([_name(call) for call in expected], [_name(call) for call in made])
+    score = _jaccard(map(_name, expected), map(_name, made))
     unused = list(made)
     for call in expected:
-        candidates = [(index, other) for index, other in enumerate(unused) if _name(other) == _name(call)]
-        if not candidates:
-            continue
-        values = {index: _match(_parameters(call), _parameters(other)) for index, other in candidates}
-        best = max(values, key=lambda index: (values[index], -index))  # the first call if several are best
-        if values[best] > 0:
-            score += values[best]
+        best, value = None, 0.0
+        for index, other in enumerate(unused):
+            if _name(other) == _name(call):
+                match = _match(_parameters(call), _parameters(other))
+                if match > value:  # the first call if several are best
+                    best, value = index, match
+        if best is not None:
+            score += value
             del unused[best]
     return score
 

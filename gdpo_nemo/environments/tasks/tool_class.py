@@ -9,16 +9,25 @@ import asyncio
 import inspect
 import json
 import secrets
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Callable, Mapping, Sequence, TypeVar
+from typing import Any
 
 from gdpo_nemo.data.records import Outcome, Prompt
 from gdpo_nemo.data.replies import Reply, message_of
 from gdpo_nemo.environments.base import Environment, read_options, reward_value
 from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
 from gdpo_nemo.environments.http_client import LoopThread
-from gdpo_nemo.environments.tasks.tools import MALFORMED, clean, error_message, error_text, tool_messages, tool_schemas
+from gdpo_nemo.environments.tasks.tools import (
+    MALFORMED,
+    check_no_tools,
+    clean,
+    error_message,
+    error_text,
+    tool_messages,
+    tool_schemas,
+)
 from gdpo_nemo.utils import user_loop
 from gdpo_nemo.utils.errors import ConfigError, RunError, first_line
 from gdpo_nemo.utils.user_code import exits_contained, is_reference, load_object
@@ -27,7 +36,6 @@ from gdpo_nemo.utils.waits import in_daemon_thread
 _THREADS = 512
 """Maximum number of concurrent calls. A call that never returns keeps its thread until the process ends."""
 _NOT_TOOLS = ("reset", "get_reward")
-_T = TypeVar("_T")
 
 
 @dataclass
@@ -74,9 +82,9 @@ class ToolClass(Environment):
         if not chosen.time_limit_s > 0:
             raise ConfigError(f"time_limit_s: must be greater than 0 ({chosen.time_limit_s})")
         self._make: Callable[[], Any] = load_object(chosen.make)
-        self._functions: dict[str, Callable[..., Any]] = {
-            str(name): _function(str(name), place) for name, place in chosen.functions.items()
-        }
+        self._functions: dict[str, Callable[..., Any]] = {}
+        for name, place in chosen.functions.items():
+            self._functions[str(name)] = _function(str(name), place)
         self._limit_s = float(chosen.time_limit_s)
         self._rounds: int | None = chosen.max_tool_calling_iterations
         self.reward_names = tuple(self._functions)
@@ -93,11 +101,7 @@ class ToolClass(Environment):
 
     def read_row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """Add the tool schemas to a row as the column ``tools``. Raises ConfigError if the row has this column."""
-        if row.get("tools"):
-            raise ConfigError(
-                "has a column tools, which conflicts with the environment's tools; list it in "
-                "remove_columns of the split"
-            )
+        check_no_tools(row)
         if self._schemas is None:
             player = object.__new__(self._make) if isinstance(self._make, type) else self._make()
             self._schemas = tool_schemas(_tools(player))
@@ -153,14 +157,14 @@ class ToolClass(Environment):
         answers = (
             [] if played.turns_left == 0 else await self._run_in_thread(lambda: _turn(played, reply, self._limit_s))
         )
-        played.messages += [message_of(reply), *(dict(answer) for answer in answers)]
+        played.messages += [message_of(reply), *map(dict, answers)]
         if not answers:
             return await self._end(state)
         if played.turns_left is not None:
             played.turns_left -= 1
         return EpisodeReply(state, answers, dict.fromkeys(self.reward_names))
 
-    async def _run_in_thread(self, call: Callable[[], _T]) -> _T:
+    async def _run_in_thread[T](self, call: Callable[[], T]) -> T:
         """Run a call in a thread and return its result. Raises TimeoutError after the time limit."""
         async with asyncio.timeout(self._limit_s), self._slots:
             return await asyncio.wrap_future(in_daemon_thread(call, "tool_class"))
@@ -254,7 +258,7 @@ def _prompt(prompt: Prompt, reset_text: Any) -> Any:
 def _reward(name: str, function: Callable[..., Any], played: _EpisodeState, limit_s: float) -> float | None:
     prompt = played.prompt
     arguments: dict[str, Any] = {key: [value] for key, value in prompt.fields.items() if key != "tools"}
-    prompt_content = prompt.text if prompt.messages is None else [dict(message) for message in prompt.messages]
+    prompt_content = prompt.text if prompt.messages is None else list(map(dict, prompt.messages))
     arguments |= {"prompts": [prompt_content], "completions": [played.messages], "environments": [played.player]}
     parameters = inspect.signature(function).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):

@@ -11,13 +11,15 @@ import inspect
 import json
 import signal
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Callable, Iterator, Mapping, NoReturn, Sequence
+from itertools import chain
+from typing import Any, NoReturn
 
 from gdpo_nemo.data.records import Trajectory, Verdict
 from gdpo_nemo.data.replies import Reply, message_of
-from gdpo_nemo.environments.base import Environment, read_options
+from gdpo_nemo.environments.base import Environment, count_option, read_options
 from gdpo_nemo.environments.tasks.reward_functions import Functions
 from gdpo_nemo.utils import user_loop
 from gdpo_nemo.utils.errors import ConfigError, first_line
@@ -87,6 +89,14 @@ def tool_schemas(tools: Mapping[str, Tool]) -> list[dict[str, Any]]:
                 "docstring with Args"
             ) from error
     return schemas
+
+
+def check_no_tools(row: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a row has a column ``tools``, which the environment would replace."""
+    if row.get("tools"):
+        raise ConfigError(
+            "has a column tools, which conflicts with the environment's tools; list it in remove_columns of the split"
+        )
 
 
 def is_error(text: str) -> bool:
@@ -231,7 +241,7 @@ class Tools(Environment):
         self._tools = load_tools(chosen.tools)
         self._references: list[str] = list(chosen.tools)
         self._limit_s = float(chosen.time_limit_s)
-        self._rounds = _rounds(chosen.max_tool_calling_iterations)
+        self._rounds = count_option("max_tool_calling_iterations", chosen.max_tool_calling_iterations)
         self._functions = Functions({"functions": chosen.functions})
         self._schemas: list[dict[str, Any]] | None = None
         self.reward_names = self._functions.reward_names
@@ -243,11 +253,7 @@ class Tools(Environment):
 
     def read_row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """Add the tool schemas to a row as the column ``tools``. Raises ConfigError if the row has this column."""
-        if row.get("tools"):
-            raise ConfigError(
-                "has a column tools, which conflicts with the environment's tools; list it in "
-                "remove_columns of the split"
-            )
+        check_no_tools(row)
         if self._schemas is None:
             self._schemas = tool_schemas(self._tools)
         return {**row, "tools": self._schemas}
@@ -259,9 +265,9 @@ class Tools(Environment):
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
         """Score whole conversations with the reward functions. Raises RunError in the same cases as
         ``Functions.verify``."""
-        conversations = [conversation(trajectory) for trajectory in trajectories]
+        conversations = list(map(conversation, trajectories))
         with_messages = [replace(t, messages=tuple(messages)) for t, messages in zip(trajectories, conversations)]
-        results = [message for messages in conversations for message in messages if message["role"] == "tool"]
+        results = [message for message in chain.from_iterable(conversations) if message["role"] == "tool"]
         failed = sum(is_error(message["content"]) for message in results)
         tool_metrics = {
             "tools/call_frequency": len(results) / max(1, len(conversations)),
@@ -310,10 +316,4 @@ def conversation(trajectory: Trajectory) -> list[dict[str, Any]]:
     """Return the messages after the prompt in TRL's format, with parsed ``tool_calls``."""
     if trajectory.messages is None:
         return [message_of(trajectory.reply or Reply(trajectory.text))]
-    return [dict(message) for message in trajectory.messages]
-
-
-def _rounds(value: Any) -> int | None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ConfigError(f"max_tool_calling_iterations: must be a positive integer or null ({value!r})")
-    return value
+    return list(map(dict, trajectory.messages))

@@ -8,7 +8,7 @@ from typing import Any, Iterator, Mapping, Sequence
 
 from gdpo_nemo.data.conversation import output_items
 from gdpo_nemo.data.replies import Reply
-from gdpo_nemo.data.server_replies import depth_exceeds
+from gdpo_nemo.environments.server_replies import depth_exceeds
 from gdpo_nemo.generation.requests import Sampling
 from gdpo_nemo.rollouts.endpoint.conversations import Turn
 from gdpo_nemo.utils.files import parse_json

@@ -15,7 +15,7 @@ import numpy as np
 
 from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.replies import parsed_arguments
-from gdpo_nemo.data.server_replies import printable
+from gdpo_nemo.environments.server_replies import printable
 from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
 from gdpo_nemo.rollouts.endpoint.anthropic import message_reply, read_messages
 from gdpo_nemo.rollouts.endpoint.conversations import (

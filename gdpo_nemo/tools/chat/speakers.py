@@ -15,11 +15,11 @@ from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.model_checks import check_model, check_tokenizer, model_source, read_model_config
 from gdpo_nemo.config.schema import ClusterConfig, Config, DatasetConfig, LoraConfig
-from gdpo_nemo.config.sections import PolicyConfig
+from gdpo_nemo.config.sections import PolicyConfig, max_prompt_tokens
 from gdpo_nemo.config.validate import check_ranges
 from gdpo_nemo.data.anchors import TEXT_KEY, prompts_of
 from gdpo_nemo.data.conversation import Conversation, Dialogue
-from gdpo_nemo.data.records import Outcome, Prompt, TrainerState, Trajectory, max_prompt_tokens
+from gdpo_nemo.data.records import Outcome, Prompt, TrainerState, Trajectory
 from gdpo_nemo.data.replies import Reply as ParsedReply, reply_parser
 from gdpo_nemo.data.rows import PROMPT_KEYS, Row, load_rows
 from gdpo_nemo.data.tokenizer import Tokenizer, load_tokenizer

@@ -15,10 +15,10 @@ import numpy as np
 
 from gdpo_nemo.config.model_checks import read_model_config
 from gdpo_nemo.data.records import Prompt
-from gdpo_nemo.data.server_replies import printable
 from gdpo_nemo.environments.nemo_gym.agent_environment import NemoGymAgent
 from gdpo_nemo.environments.nemo_gym.checkout import KINDS, Instance, Unknown, config_contents, instances_of
 from gdpo_nemo.environments.nemo_gym.rows import read_row
+from gdpo_nemo.environments.server_replies import printable
 from gdpo_nemo.tools.gym.processes import Served, end_all, last_exception
 from gdpo_nemo.tools.gym.trial import attempted
 from gdpo_nemo.tools.gym.up import Source, Wanted, start, wanted_address

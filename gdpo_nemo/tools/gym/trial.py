@@ -14,9 +14,9 @@ import numpy as np
 
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory, Verdict
 from gdpo_nemo.data.replies import parse_hermes
-from gdpo_nemo.data.server_replies import printable
 from gdpo_nemo.environments.nemo_gym.environment import NemoGym
 from gdpo_nemo.environments.nemo_gym.rows import read_row
+from gdpo_nemo.environments.server_replies import printable
 from gdpo_nemo.tools.gym.processes import address
 from gdpo_nemo.tools.gym.up import Source, start
 from gdpo_nemo.utils.errors import ConfigError, GdpoError

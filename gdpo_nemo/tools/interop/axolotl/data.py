@@ -1,4 +1,4 @@
-"""Translation of an axolotl config's datasets, and axolotl's instruction formats as functions."""
+"""Translation of an axolotl config's datasets."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.config.algorithm_choice import FIELDS, PREFIXES, PROMPT_COLUMNS, is_transform, spec_named
+from gdpo_nemo.data import row_formats
 from gdpo_nemo.tools.interop.axolotl.config import ALGORITHMS, AxolotlConfig
 from gdpo_nemo.tools.interop.translation import Findings
 
 _FILE_KINDS = ("json", "csv", "parquet", "jsonl")
 _REMOTE = ("s3://", "gs://", "gcs://", "adl://", "abfs://", "az://", "oci://", "http://", "https://")
 _TEXTS = {"alpaca": "alpaca", "alpaca:instruct": "alpaca", "alpaca:chat": "alpaca_chat"}
-"""Name of an instruction format -> function in this module that implements it."""
+"""Name of an instruction format -> function in ``data.row_formats`` that implements it."""
 _MAPPINGS: Sequence[Mapping[str, str]] = (
     {"role": "role", "content": "content"},
     {"role": "from", "content": "value"},
@@ -189,7 +190,7 @@ def _supervised(entry: Mapping[str, Any], key: str, section: str, findings: Find
     if how in ("chat_template", "chat_template.default"):
         _conversation(entry, key, section, ("messages",), findings)
     elif isinstance(how, str) and how in _TEXTS:
-        findings.set(f"{section}.type", f"{__package__}.data:{_TEXTS[how]}", f"{key}: type {how}")
+        findings.set(f"{section}.type", f"{row_formats.__name__}:{_TEXTS[how]}", f"{key}: type {how}")
         findings.set(f"{section}.chat", False, "the prompt is plain text, as in axolotl")
     elif isinstance(how, Mapping):
         _user_defined(how, key, section, findings)
@@ -256,26 +257,3 @@ def _preferences(entry: Mapping[str, Any], key: str, section: str, config: Axolo
         findings.set(f"{section}.type", how, f"{key}: type")
     else:
         findings.blocks(f"{key}.type", f"{str(how)[:60]} is not supported; write a transform (docs/trainers.md)")
-
-
-_TASK = "Below is an instruction that describes a task"
-_CONTEXT = ", paired with an input that provides further context"
-_REQUEST = ". Write a response that appropriately completes the request."
-
-
-def alpaca_chat(row: Mapping[str, Any]) -> dict[str, str]:
-    """Format a row as prompt and completion with speaker names, like axolotl's ``type: alpaca:chat``."""
-    context = row.get("input") or ""
-    question = f"USER: {row['instruction']}\n" + (f"{context}\n" if context else "")
-    prompt = f"SYSTEM: {_TASK}{_CONTEXT * bool(context)}{_REQUEST}\n{question}ASSISTANT:"
-    return {"prompt": prompt, "completion": str(row["output"])}
-
-
-def alpaca(row: Mapping[str, Any]) -> dict[str, str]:
-    """Format a row with instruction, input and output as prompt and completion, like axolotl's ``type: alpaca``."""
-    context = row.get("input") or ""
-    question = f"### Instruction:\n{row['instruction']}\n\n"
-    if context:
-        question += f"### Input:\n{context}\n\n"
-    head = f"{_TASK}{_CONTEXT * bool(context)}{_REQUEST}"
-    return {"prompt": f"{head}\n\n{question}### Response:\n", "completion": str(row["output"])}

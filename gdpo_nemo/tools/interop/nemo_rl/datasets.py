@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gdpo_nemo.data import row_formats
 from gdpo_nemo.environments.nemo_gym.checkout import Unknown
 from gdpo_nemo.tools.interop.nemo_rl import gym
 from gdpo_nemo.tools.interop.nemo_rl.recipe import Recipe
@@ -30,7 +31,7 @@ class _Dataset(NamedTuple):
     reads: tuple[str, ...] = ()
     """Keys of the dataset's section that its class reads."""
     convert: str = ""
-    """Name of the function in ``rows.py`` that converts a row (empty if the columns are sufficient)."""
+    """Name of the function in ``data.row_formats`` that converts a row (empty if the columns are sufficient)."""
 
 
 _DATASETS = {
@@ -164,7 +165,7 @@ def _split(recipe: Recipe, findings: Findings, split: str, environment: str) -> 
         findings.set(f"{section}.environment", environment, "environment that verifies the samples")
     convert = known.convert if known else "preference" if name == "PreferenceDataset" else ""
     if convert:
-        findings.set(f"{section}.type", f"{__package__}.rows:{convert}", f"converts the rows of {name}")
+        findings.set(f"{section}.type", f"{row_formats.__name__}:{convert}", f"converts the rows of {name}")
     wanted = setting(recipe, split, "split") or (known.split if known else None)
     if wanted:
         findings.set(f"{section}.split", wanted, "split")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
-from datetime import datetime, timezone
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from enum import StrEnum
-from typing import Any, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -75,6 +77,21 @@ def check_measurement(reply: Mapping[str, Any]) -> None:
     raise Failure(FailureKind.VERIFIER, printable(detail))
 
 
+def finite_number(value: Any, subject: str) -> float:
+    """Convert a JSON number or boolean of a reply to float. Raises Failure(BAD_REPLY)."""
+    if not isinstance(value, (int, float)):
+        raise Failure(
+            FailureKind.BAD_REPLY, f"{printable(subject, 60)} is of type {type(value).__name__}, not a number"
+        )
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise Failure(FailureKind.BAD_REPLY, f"{printable(subject, 60)} is not finite")
+    return number
+
+
 def error_text(body: Any) -> str:
     """Return the reason in the body of an error reply, as one line.
 
@@ -91,7 +108,9 @@ def error_text(body: Any) -> str:
     for entry in detail[:3]:
         if isinstance(entry, Mapping):
             location = entry.get("loc")
-            path = ".".join(str(part) for part in location if part != "body") if isinstance(location, list) else "?"
+            path = "?"
+            if isinstance(location, list):
+                path = ".".join(str(part) for part in location if part != "body")
             faults.append(f"{path}: {entry.get('msg')}")
     more = f" and {len(detail) - 3} more" if len(detail) > 3 else ""
     return printable("; ".join(faults), 300) + more
@@ -108,8 +127,8 @@ def retry_after_s(value: str | None) -> float | None:
             when = parsedate_to_datetime(value)
         except ValueError:
             return None
-        when = when if when.tzinfo else when.replace(tzinfo=timezone.utc)
-        seconds = (when - datetime.now(timezone.utc)).total_seconds()
+        when = when if when.tzinfo else when.replace(tzinfo=UTC)
+        seconds = (when - datetime.now(UTC)).total_seconds()
     return None if seconds != seconds else max(0.0, seconds)
 
 
