@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from gdpo_nemo.algorithms.loss_selection import loss_import_paths, reads_whole_sequences, why_all_sequences
 from gdpo_nemo.cluster.fork_server import RANK, thread_environment
+from gdpo_nemo.cluster.policy_operations import Operation, PolicyOperations
 from gdpo_nemo.cluster.policy_rank import LOGPROBS, Columns, PolicyRank, RankCaller
 from gdpo_nemo.cluster.reservation import Placement, place_on_this_machine
 from gdpo_nemo.cluster.session import answered, cores, gather, one_has_ended, ray
@@ -38,7 +40,7 @@ from gdpo_nemo.data.prefixes import (
     typical_saving,
     whole_layout,
 )
-from gdpo_nemo.data.records import GradientProducts, UpdateResult
+from gdpo_nemo.data.records import UpdateResult
 from gdpo_nemo.data.shares import SCORING, TRAINING, Share, by_sequence
 from gdpo_nemo.models.family_checks import describe
 from gdpo_nemo.utils.progress import phase
@@ -89,7 +91,7 @@ def gpu_environment(config: Config) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name not in os.environ}
 
 
-class PolicyGroup:
+class PolicyGroup(PolicyOperations):
     """All ranks of the policy. The constructor starts the actors, and ``ready`` waits until they have loaded the model.
 
     Loading starts at once if the engines have separate devices. If they share the policy's devices, loading starts in
@@ -198,17 +200,16 @@ class PolicyGroup:
         """Return the GPU of each rank in the format of CUDA_VISIBLE_DEVICES, or empty strings on CPUs."""
         return gather(self._devices, "placing the policy", _START_S, "policy")
 
-    def release(self) -> None:
-        """Release GPU memory that the ranks do not need until the next update."""
-        self._call("release", what="releasing memory")
-
     def process_locations(self) -> dict[int, tuple[str, int]]:
         """Return (host name, process id) of every rank that has started, by rank."""
         return answered(self._locations)
 
-    def _call(self, method: str, *arguments: Any, what: str) -> list[Any]:
-        refs = [getattr(rank, method).remote(*arguments) for rank in self.ranks]
-        return gather(refs, what, self.timeout_s, "policy")
+    def run_operation(self, operation: Operation, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        """Run an operation on all ranks, and combine their results."""
+        what = operation.description(arguments, options)
+        with phase(operation.phase) if operation.phase else contextlib.nullcontext():
+            refs = [getattr(rank, operation.method.__name__).remote(*arguments, **options) for rank in self.ranks]
+            return operation.combine(gather(refs, what, self.timeout_s, "policy"))
 
     def _call_with_shares(
         self,
@@ -231,7 +232,8 @@ class PolicyGroup:
             arguments: additional arguments of the method.
         """
         if not self._data_ranks:
-            self._data_ranks = self._call("data_parallel_rank", what="querying the layout")
+            refs = [rank.data_parallel_rank.remote() for rank in self.ranks]
+            self._data_ranks = gather(refs, "querying the layout", self.timeout_s, "policy")
         shares = [Share.of(sequences, micro_batches, fields, layout.shared) for micro_batches in layout.assignment]
         patience = self._patience[method]
         start = time.monotonic()
@@ -346,11 +348,6 @@ class PolicyGroup:
             "component_gradients", sequences, layout, (*TRAINING, "terms"), what=what, terms=list(terms), first=first
         )
 
-    def gradient_products(self) -> GradientProducts:
-        """Return the products of the stored gradients, after an update."""
-        found: GradientProducts = self._call("gradient_products", what="comparing gradients by component")[0]
-        return found
-
     def logprobs(
         self,
         sequences: list[TrainSequence],
@@ -413,10 +410,6 @@ class PolicyGroup:
         )
         return by_sequence(sequences, layout.assignment, list(zip(self._data_ranks, results, strict=True)))
 
-    def sync_reference(self, alpha: float) -> None:
-        """Set the reference to ``alpha`` times the policy's weights plus (1 - ``alpha``) times its previous weights."""
-        self._call("sync_reference", alpha, what="updating the reference")
-
     @property
     def engine_processes(self) -> int:
         """Number of processes of one engine."""
@@ -442,53 +435,10 @@ class PolicyGroup:
         """Wait for results of ``start_sender`` and return them. See ``PolicyRanks.wait``."""
         return gather(refs, what, self.timeout_s, "policy")
 
-    def begin_save(self, folder: Path, background: bool = False) -> None:
-        """Start writing a checkpoint. With ``background``, return as soon as the ranks have copied their state."""
-        self._call("begin_save", str(folder), background, what=f"writing {folder}")
-
-    def save_is_written(self) -> bool:
-        """Return whether all files of the checkpoint from ``begin_save`` are on disk."""
-        return all(self._call("save_is_written", what="polling a checkpoint"))
-
-    def finish_save(self) -> None:
-        """Wait for the checkpoint from ``begin_save``, complete it and verify it."""
-        self._call("finish_save", what="completing a checkpoint")
-
     def save(self, folder: Path) -> None:
         """Write a checkpoint and verify it."""
         self.begin_save(folder)
         self.finish_save()
-
-    def load_checkpoint(self, folder: Path, weights_only: bool = False) -> None:
-        """Load a checkpoint. With ``weights_only``, optimizer, schedule and random state remain unchanged."""
-        with phase("checkpoint"):
-            self._call("load_checkpoint", str(folder), weights_only, what=f"reading {folder}")
-
-    def load_adapter(self, folder: Path) -> None:
-        """Initialise the LoRA matrices from a PEFT adapter of this model."""
-        self._call("load_adapter", str(folder), what=f"reading {folder}")
-
-    def load_teacher(self, folder: Path) -> None:
-        """Load the Hugging Face model in ``folder`` as the teacher, for ``logprobs(teacher=True)``."""
-        with phase("teacher"):
-            self._call("load_teacher", str(folder), what=f"reading {folder}")
-
-    def next_learning_rate(self) -> float:
-        """Return the learning rate of the next update."""
-        return float(self._call("next_learning_rate", what="querying the learning rate")[0])
-
-    def export(self, folder: Path) -> None:
-        """Write the weights to a Hugging Face folder."""
-        with phase("export"):
-            self._call("export", str(folder), what=f"exporting {folder}")
-
-    def export_adapter(self, folder: Path) -> None:
-        """Write the LoRA matrices to a PEFT folder."""
-        self._call("export_adapter", str(folder), what=f"exporting {folder}")
-
-    def save_megatron(self, folder: Path) -> None:
-        """Write the weights as a checkpoint of Megatron-core's GPTModel."""
-        self._call("save_megatron", str(folder), what=f"writing {folder}")
 
     def has_lost_ranks(self, patience_s: float) -> bool:
         """Return whether a rank's process has ended, or ends within ``patience_s``."""
