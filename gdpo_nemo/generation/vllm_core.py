@@ -8,7 +8,7 @@ import json
 import os
 import pickle
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Collection, Iterable, NamedTuple, Sequence
 
@@ -42,18 +42,27 @@ not share a prompt of 49 tokens. vLLM's CPU attention requires at least 32.
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Arguments of ``Engine``. The docstring of ``Engine`` describes the arguments."""
+    """Settings of an engine."""
 
     model: str
+    """Hugging Face folder."""
     config: VllmConfig
     dtype: str
+    """float32 or bfloat16."""
     max_model_len: int
+    """Maximum length of prompt plus completion in tokens."""
     seed: int
+    """vLLM's seed for requests without a seed."""
     on_cpu: bool
+    """True to run vLLM's CPU build."""
     sleeps: bool = False
-    targets: Sequence[str] = field(default=())
+    """True to let ``Engine.sleep`` release GPU memory. On a CPU, ``sleep`` never releases memory."""
+    targets: Sequence[str] = ()
+    """``policy.lora.target_modules``. An update of LoRA adapters must contain these layers."""
     records_routing: bool = False
+    """True to return the experts that the model chose (``Completion.routing``)."""
     tokenizer: str | None = None
+    """Folder or hub name of the tokenizer. None uses the tokenizer in the model folder."""
 
 
 class Load(NamedTuple):

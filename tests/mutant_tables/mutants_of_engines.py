@@ -294,7 +294,7 @@ ENGINES = (
         "updates on GPUs are shared as if FlexAttention were as fast as TransformerEngine's attention",
     ),
     mutant(
-        "generation/pump.py",
+        "generation/engine.py",
         "        self._kept = [(group, done) for group, done in self._kept if done.name not in names]\n",
         "",
         "generation/test_engine_in_flight.py::test_completions_of_a_group_are_reported_if_its_last_request_is_aborted",
