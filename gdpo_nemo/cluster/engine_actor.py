@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 from gdpo_nemo.cluster.cleanup_process import guard_children
 from gdpo_nemo.cluster.fork_server import ENGINE, thread_environment

@@ -24,9 +24,10 @@ import contextlib
 import heapq
 import threading
 import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Callable, Coroutine, Iterator, Sequence, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 

@@ -18,10 +18,11 @@ import os
 import signal
 import socket
 from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from gdpo_nemo.cluster.session import WorkerDied, answer, answered, ray
 from gdpo_nemo.generation.requests import EngineReport

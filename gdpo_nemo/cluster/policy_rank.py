@@ -9,8 +9,9 @@ import asyncio
 import math
 import os
 import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from gdpo_nemo.cluster.local_ray import stay_on
 from gdpo_nemo.cluster.policy_operations import Operation, PolicyOperations

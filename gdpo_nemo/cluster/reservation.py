@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 from gdpo_nemo.cluster.session import gather, ray, watch_nodes
 from gdpo_nemo.config.layout import Layout, resolve_layout

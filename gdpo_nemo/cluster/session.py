@@ -10,8 +10,9 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any
 
 # Set this before the import of ray. Otherwise Ray would build a second environment for its workers under `uv run`.
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"

@@ -10,8 +10,9 @@ import re
 import signal
 import stat
 import time
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from gdpo_nemo.utils.errors import EngineFailed, GdpoError, first_line
 

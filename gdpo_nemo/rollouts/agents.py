@@ -8,8 +8,9 @@ with no earlier turn, and the turn begins a new context of the trajectory (``dat
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Mapping, Protocol, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 

@@ -9,8 +9,8 @@ every reward is a signal.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Iterable, Sequence
 
 import numpy as np
 

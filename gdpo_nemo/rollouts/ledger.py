@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Iterable, Mapping, Sequence
+from typing import Any
 
 from gdpo_nemo.config.rollout_checks import (
     admission_bound as admission_bound,

@@ -30,11 +30,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
 
 from gdpo_nemo.algorithms.component_weights import ComponentWeights
 from gdpo_nemo.cluster.fleet import EngineFleet

@@ -17,9 +17,10 @@ import hashlib
 import inspect
 import math
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from gdpo_nemo.data.replies import parsed_arguments, split_thought
 from gdpo_nemo.generation.requests import Sampling

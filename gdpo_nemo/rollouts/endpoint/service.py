@@ -7,9 +7,10 @@ import contextlib
 import hashlib
 import threading
 from collections import Counter, deque
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, Coroutine, Iterator, Mapping, Protocol, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 

@@ -7,8 +7,9 @@ therefore gets a status and no stream.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from itertools import count
-from typing import Any, Iterator, Mapping
+from typing import Any
 
 from gdpo_nemo.rollouts.endpoint.requests import TOKEN_FIELDS
 
