@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
-from typing import Any, Mapping, Sequence
+from typing import Any, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -156,6 +156,11 @@ class Group:
     packed: bytes | None = field(default=None, repr=False, compare=False)
     """Result of ``pack_trajectories`` for ``trajectories``, from a rollout host. None if a host did not make the group.
     """
+
+
+def trajectories_of(groups: Iterable[Group]) -> list[Trajectory]:
+    """Return the trajectories of all groups, in group order."""
+    return [t for group in groups for t in group.trajectories]
 
 
 _OF_TOKENS = ("completion_ids", "logprobs")

@@ -13,7 +13,7 @@ import numpy as np
 from gdpo_nemo.config.layout import prompts_per_round
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.prompts import PromptSource, with_unique_ids
-from gdpo_nemo.data.records import Group, Outcome, Prompt, TrainerState, Trajectory
+from gdpo_nemo.data.records import Group, Outcome, Prompt, TrainerState, Trajectory, trajectories_of
 from gdpo_nemo.environments.execution.pools import EnvironmentExecutor
 from gdpo_nemo.generation.requests import Completion
 from gdpo_nemo.observe.journal import JournalEntry, read_journal, sample_hash
@@ -51,7 +51,7 @@ class Rollout:
     @property
     def trajectories(self) -> list[Trajectory]:
         """All trajectories, in group order."""
-        return [t for group in self.groups for t in group.trajectories]
+        return trajectories_of(self.groups)
 
 
 def make_prompt_ids_unique(groups: Sequence[Group]) -> None:
@@ -128,12 +128,12 @@ def apply_verdicts(
         trajectory.trainer_state = state
     for trajectory, verdict in zip(trajectories, pool.verify(trajectories)):
         trajectory.rewards = dict(verdict.rewards)
-        trajectory.turn_rewards = tuple(dict(rewards) for rewards in verdict.turn_rewards)
+        trajectory.turn_rewards = tuple(map(dict, verdict.turn_rewards))
         if replies is not None:
-            trajectory.reward_tokens = {
-                name: replies.token_ranges(trajectory.completion_ids, trajectory.text, spans)
-                for name, spans in verdict.reward_spans.items()
-            }
+            trajectory.reward_tokens = {}
+            for name, spans in verdict.reward_spans.items():
+                tokens = replies.token_ranges(trajectory.completion_ids, trajectory.text, spans)
+                trajectory.reward_tokens[name] = tokens
         trajectory.detail = verdict.detail
         trajectory.extra = dict(verdict.extra)
         trajectory.metrics = dict(verdict.metrics)
@@ -357,9 +357,10 @@ def recorded_groups(entry: JournalEntry, records: Sequence[Mapping[str, Any]], n
     Raises:
         RunError: if the samples do not match the journal, or a sample is damaged.
     """
-    sample_keys = [
-        (record.get("prompt_id"), record.get("sample_index")) for record in records if isinstance(record, Mapping)
-    ]
+    sample_keys = []
+    for record in records:
+        if isinstance(record, Mapping):
+            sample_keys.append((record.get("prompt_id"), record.get("sample_index")))
     if entry.samples != sample_keys:
         raise RunError(f"{name}: does not contain the samples that journal.jsonl lists for step {entry.step}")
     remaining = iter(records)
@@ -411,6 +412,9 @@ def _trajectory(prompt: Prompt, record: Mapping[str, Any], spans: Sequence[tuple
     # The file contains None for environment tokens, because JSON does not support NaN. NumPy converts None back to NaN.
     logprobs = np.array(record["logprobs"], np.float32)
     mask = None if record.get("loss_mask") is None else np.array(record["loss_mask"], bool)
+    reward_tokens = {}
+    for name, ranges in record.get("reward_tokens", {}).items():
+        reward_tokens[name] = tuple((start, end) for start, end in ranges)
     trajectory = Trajectory(
         prompt=prompt,
         sample_index=record["sample_index"],
@@ -426,12 +430,9 @@ def _trajectory(prompt: Prompt, record: Mapping[str, Any], spans: Sequence[tuple
         turns=record.get("turns", 1),
         turn_tokens=tuple(record.get("turn_tokens", ())),
         thinking_tokens=record.get("thinking_tokens", 0),
-        turn_rewards=tuple(dict(rewards) for rewards in record.get("turn_rewards", ())),
+        turn_rewards=tuple(map(dict, record.get("turn_rewards", ()))),
         turn_parents=tuple(record.get("turn_parents", ())),
-        reward_tokens={
-            name: tuple((start, end) for start, end in ranges)
-            for name, ranges in record.get("reward_tokens", {}).items()
-        },
+        reward_tokens=reward_tokens,
         spans=tuple(spans),
         routing=_routing(len(prompt.token_ids) + len(ids), record.get("routing")),
     )
