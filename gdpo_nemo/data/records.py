@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
+from itertools import chain
 from typing import Any, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -160,7 +161,7 @@ class Group:
 
 def trajectories_of(groups: Iterable[Group]) -> list[Trajectory]:
     """Return the trajectories of all groups, in group order."""
-    return [t for group in groups for t in group.trajectories]
+    return list(chain.from_iterable(group.trajectories for group in groups))
 
 
 _OF_TOKENS = ("completion_ids", "logprobs")

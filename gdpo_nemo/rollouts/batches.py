@@ -216,36 +216,15 @@ class PromptBatch:
     spans: list[Span] = field(default_factory=list)
 
 
-class PromptStream:
-    """Source of training prompts, in order, for an algorithm that does not sample.
-
-    Args:
-        position: number of prompts that earlier steps used: 0 for a new run, otherwise the value in the checkpoint.
-    """
-
-    def __init__(self, config: Config, prompts: PromptSource, position: int):
-        self._count = prompts_per_round(config.gdpo)
-        self._prompts = prompts
-        self._position = position
-
-    def progress(self) -> str:
-        """Return an empty string. Batches are prepared almost instantly, so progress is not displayed."""
-        return ""
+class ImmediateStream:
+    """Base class of streams whose batches are prepared almost instantly, so that no work is in flight."""
 
     def schedule(self, step: int) -> None:
         """Do nothing, because no batch is prepared in advance."""
 
-    def get_batch(self, step: int) -> PromptBatch:
-        """Return the next prompts."""
-        prompts = self._prompts.batch(self._position, self._count)
-        self._position += self._count
-        return PromptBatch(prompts, self._position)
-
-    def evaluate(self, prompts: Sequence[Prompt]) -> Future[Sequence[Prompt]]:
-        """Return the prompts unchanged."""
-        done: Future[Sequence[Prompt]] = Future()
-        done.set_result(prompts)
-        return done
+    def progress(self) -> str:
+        """Return an empty string, so that progress is not displayed."""
+        return ""
 
     def queues(self) -> dict[str, Any]:
         """Return an empty dictionary, because no work is in flight."""
@@ -263,7 +242,32 @@ class PromptStream:
         """Do nothing, because no work is in flight."""
 
 
-class RecordedStream:
+class PromptStream(ImmediateStream):
+    """Source of training prompts, in order, for an algorithm that does not sample.
+
+    Args:
+        position: number of prompts that earlier steps used: 0 for a new run, otherwise the value in the checkpoint.
+    """
+
+    def __init__(self, config: Config, prompts: PromptSource, position: int):
+        self._count = prompts_per_round(config.gdpo)
+        self._prompts = prompts
+        self._position = position
+
+    def get_batch(self, step: int) -> PromptBatch:
+        """Return the next prompts."""
+        prompts = self._prompts.batch(self._position, self._count)
+        self._position += self._count
+        return PromptBatch(prompts, self._position)
+
+    def evaluate(self, prompts: Sequence[Prompt]) -> Future[Sequence[Prompt]]:
+        """Return the prompts unchanged."""
+        done: Future[Sequence[Prompt]] = Future()
+        done.set_result(prompts)
+        return done
+
+
+class RecordedStream(ImmediateStream):
     """Source of the recorded batches of a run. A replay uses this source instead of engines and environments.
 
     Sample files contain neither ``Prompt.fields`` nor ``Trajectory.metrics``, so both fields are empty here.
@@ -275,9 +279,6 @@ class RecordedStream:
     def __init__(self, run_dir: Path, entries: Iterable[JournalEntry]):
         self._entries = {entry.step: entry for entry in entries}
         self._files = dict(rollout_files(run_dir))
-
-    def schedule(self, version: int) -> None:
-        """Do nothing, because no batch is prepared in advance."""
 
     def get_batch(self, step: int) -> Rollout:
         """Return the recorded batch of step number ``step``, counted from 0.
@@ -294,25 +295,6 @@ class RecordedStream:
     def evaluate(self, prompts: Sequence[Prompt]) -> Future[Any]:
         """Raise RunError, because a replay does not sample."""
         raise RunError("a replay has no engines to validate with")
-
-    def ledger(self) -> dict[str, Any]:
-        """Return an empty dictionary, because a replay has no outstanding prompts."""
-        return {}
-
-    def progress(self) -> str:
-        """Return an empty string. Batches are prepared almost instantly, so progress is not displayed."""
-        return ""
-
-    def queues(self) -> dict[str, Any]:
-        """Return an empty dictionary, because no work is in flight."""
-        return {}
-
-    def take_events(self) -> list[str]:
-        """Return an empty list, because a replay has no events."""
-        return []
-
-    def close(self) -> None:
-        """Do nothing, because no work is in flight."""
 
 
 def read_trained_groups(run_dir: Path, step: int, positions: Sequence[int]) -> list[Group]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -206,7 +207,7 @@ METRICS = {
 
 def reward_names(trajectories: Sequence[Trajectory]) -> dict[str, None]:
     """Return the components for which a trajectory has a reward or None, in order of appearance."""
-    return dict.fromkeys(name for t in trajectories for name in t.rewards)
+    return dict.fromkeys(chain.from_iterable(t.rewards for t in trajectories))
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:

@@ -8,8 +8,15 @@ from typing import Any
 
 from gdpo_nemo.data.replies import parsed_arguments, split_thought
 from gdpo_nemo.generation.requests import Sampling
-from gdpo_nemo.rollouts.endpoint.conversations import Turn
-from gdpo_nemo.rollouts.endpoint.requests import TOKEN_FIELDS, ChatRequest, Refused, read_object, read_request
+from gdpo_nemo.rollouts.endpoint.conversations import TOKEN_FIELDS, Turn
+from gdpo_nemo.rollouts.endpoint.requests import (
+    WOULD_CHANGE,
+    ChatRequest,
+    Refused,
+    read_object,
+    read_request,
+    refuse_others,
+)
 
 _SAME = ("temperature", "top_p", "top_k", "stream", "max_tokens")
 """Keys with the same meaning in both APIs."""
@@ -31,9 +38,7 @@ def read_messages(body: bytes, sampling: Sampling, session: str) -> tuple[ChatRe
         Refused: with status 400 if the request is invalid or not supported.
     """
     request = read_object(body)
-    for key, neutral in _UNSUPPORTED.items():
-        if request.get(key) is not None and request[key] not in neutral:
-            raise Refused(400, f"{key} {str(request[key])[:40]} is not supported: it would change the sampling")
+    refuse_others(request, _UNSUPPORTED, WOULD_CHANGE)
     messages = request.get("messages")
     if not isinstance(messages, list):
         raise Refused(400, "messages must be a list")
@@ -66,7 +71,6 @@ def message_reply(turn: Turn, message: Mapping[str, Any], request: Mapping[str, 
         number: identifier of the reply.
     """
     completion = turn.completion
-    values = (turn.prompt_ids.tolist(), completion.token_ids.tolist(), completion.logprobs.tolist())
     reason = "tool_use" if message.get("tool_calls") else "end_turn"
     return {
         "id": number,
@@ -77,7 +81,7 @@ def message_reply(turn: Turn, message: Mapping[str, Any], request: Mapping[str, 
         "stop_reason": "max_tokens" if completion.finish_reason == "length" else reason,
         "stop_sequence": None,
         "usage": {"input_tokens": len(turn.prompt_ids), "output_tokens": len(completion.token_ids)},
-        **dict(zip(TOKEN_FIELDS, values)),
+        **turn.token_fields,
     }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Any
 
-from gdpo_nemo.rollouts.endpoint.requests import TOKEN_FIELDS
+from gdpo_nemo.rollouts.endpoint.conversations import TOKEN_FIELDS
 
 Reply = Mapping[str, Any]
 
