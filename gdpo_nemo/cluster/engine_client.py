@@ -169,6 +169,7 @@ class EngineClient:
         slots: int,
         timeout_s: float,
         owner: ClientOwner,
+        *,
         engines: int = 1,
         host: HostLink | None = None,
     ):

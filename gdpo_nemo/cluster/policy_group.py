@@ -136,9 +136,9 @@ class PolicyGroup(PolicyOperations):
         environment |= gpu_environment(config) if on_gpu else {"CUDA_VISIBLE_DEVICES": "", PRELOADED: RANK}
         options = dict(num_cpus=0, num_gpus=1 if on_gpu else 0, runtime_env={"env_vars": environment})
         actor = ray.remote(PolicyRank)
-        self.ranks = [
-            actor.options(**options, **placement.on(node)).remote(rank, world) for rank, node in enumerate(nodes)
-        ]
+        self.ranks = []
+        for rank, node in enumerate(nodes):
+            self.ranks.append(actor.options(**options, **placement.on(node)).remote(rank, world))
         if len(nodes) > _MANY_RANKS:
             self.callers = self._start_callers(placement)
         self._locations = {rank: actor.process_location.remote() for rank, actor in enumerate(self.ranks)}
@@ -166,10 +166,11 @@ class PolicyGroup(PolicyOperations):
             nodes.setdefault(node, []).append(rank)
         actor = ray.remote(RankCaller)
         options = dict(num_cpus=0, runtime_env={"env_vars": {**thread_environment(1), "CUDA_VISIBLE_DEVICES": ""}})
-        return [
-            (actor.options(**options, **placement.on(node)).remote([self.ranks[rank] for rank in ranks]), ranks)
-            for node, ranks in nodes.items()
-        ]
+        callers = []
+        for node, ranks in nodes.items():
+            members = [self.ranks[rank] for rank in ranks]
+            callers.append((actor.options(**options, **placement.on(node)).remote(members), ranks))
+        return callers
 
     def _choose_sharing(self, config: Config) -> None:
         """Determine whether updates may share prompts.
@@ -186,9 +187,8 @@ class PolicyGroup(PolicyOperations):
 
     def _build(self) -> None:
         url = self.ranks[0].rendezvous.remote()
-        self._building = [
-            rank.build.remote(self.config, self._seed, self._folder, url, **self._build_options) for rank in self.ranks
-        ]
+        arguments = (self.config, self._seed, self._folder, url)
+        self._building = [rank.build.remote(*arguments, **self._build_options) for rank in self.ranks]
 
     def ready(self) -> list[int]:
         """Wait until all ranks have loaded the model. Return the number of parameters on each rank."""
@@ -246,10 +246,9 @@ class PolicyGroup(PolicyOperations):
             results = [by_rank[rank] for rank in range(len(self.ranks))]
         else:
             stored = [ray.put(share) for share in shares]
-            refs = [
-                getattr(rank, method).remote(stored[data_rank], **arguments)
-                for rank, data_rank in zip(self.ranks, self._data_ranks, strict=True)
-            ]
+            refs = []
+            for rank, data_rank in zip(self.ranks, self._data_ranks, strict=True):
+                refs.append(getattr(rank, method).remote(stored[data_rank], **arguments))
             results = gather(refs, what, patience.limit_s, "policy")
         patience.took(time.monotonic() - start)
         return results
@@ -426,11 +425,11 @@ class PolicyGroup(PolicyOperations):
     ) -> list[Any]:
         """Call a method of a transport's sender on selected ranks. See ``PolicyRanks.start_sender``."""
         import_path = f"{sender.__module__}:{sender.__qualname__}"
-        actors = self.ranks if ranks is None else [self.ranks[rank] for rank in ranks]
-        return [
-            actor.run_sender.options(num_returns=num_returns).remote(import_path, method, *arguments)
-            for actor in actors
-        ]
+        refs = []
+        for rank in range(len(self.ranks)) if ranks is None else ranks:
+            run_sender = self.ranks[rank].run_sender.options(num_returns=num_returns)
+            refs.append(run_sender.remote(import_path, method, *arguments))
+        return refs
 
     def wait(self, refs: Sequence[Any], what: str) -> list[Any]:
         """Wait for results of ``start_sender`` and return them. See ``PolicyRanks.wait``."""

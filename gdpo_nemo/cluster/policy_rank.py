@@ -116,7 +116,10 @@ class PolicyRank(PolicyOperations):
         )
         with self.policy.optimizer_on_device():
             pass  # offload the optimizer, if configured, because engines need the memory
-        return sum(p.numel() for chunk in self.policy.chunks for p in chunk.parameters())
+        count = 0
+        for chunk in self.policy.chunks:
+            count += sum(p.numel() for p in chunk.parameters())
+        return count
 
     def call_with_share(self, method: str, shares: Sequence[Share], number: int, options: Mapping[str, Any]) -> Any:
         """Call a method of this rank with one of the shares of its node. See ``RankCaller``."""
@@ -201,10 +204,9 @@ class RankCaller:
             what: description of the call, for messages.
             options: additional arguments of the method.
         """
-        refs = [
-            rank.call_with_share.remote(method, shares[0], number, options)
-            for rank, number in zip(self._ranks, numbers, strict=True)
-        ]
+        refs = []
+        for rank, number in zip(self._ranks, numbers, strict=True):
+            refs.append(rank.call_with_share.remote(method, shares[0], number, options))
         try:
             return await asyncio.gather(*(answer(ref, what, math.inf) for ref in refs))
         except Exception as error:

@@ -108,7 +108,9 @@ def reserve(cluster: ClusterConfig, layout: Layout, shared: Sequence[Path]) -> P
 
 def _missing(nodes: int, bundle: dict[str, int], env_nodes: int) -> str:
     alive = [node for node in ray.nodes() if node["Alive"]]
-    fit = sum(all(node["Resources"].get(what, 0) >= count for what, count in bundle.items()) for node in alive)
+    fit = 0
+    for node in alive:
+        fit += all(node["Resources"].get(what, 0) >= count for what, count in bundle.items())
     requested = " and ".join(f"{count} {what}" for what, count in bundle.items())
     others = f" and {env_nodes} more with 1 CPU for environments (cluster.env_nodes)" if env_nodes else ""
     return (
@@ -124,9 +126,9 @@ def _check_shared(placement: Placement, shared: Sequence[Sequence[Path]]) -> Non
         shared: folders that must exist, by node.
     """
     check = ray.remote(num_cpus=0, max_retries=0)(_absent)
-    refs = [
-        check.options(**placement.on(node)).remote([str(path) for path in paths]) for node, paths in enumerate(shared)
-    ]
+    refs = []
+    for node, paths in enumerate(shared):
+        refs.append(check.options(**placement.on(node)).remote(list(map(str, paths))))
     for address, absent in zip(placement.addresses, gather(refs, "checking the nodes' folders", _LOOK_S)):
         if absent:
             raise RunError(f"{absent[0]} not found on node {address}; put it on a file system that all nodes share")

@@ -196,18 +196,21 @@ class SyncCheck:
         if self._replays:
             requests = [SampleRequest(np.concatenate([s.prompt_ids, s.completion_ids]), 0) for s in self.sequences]
             found = fleet.generate(requests, Sampling(1.0, 1.0, -1, 1), engine=engine).completions
-            self.sequences = [
-                replace(s, routing=None if c.routing is None else c.routing[: len(s)])
-                for s, c in zip(self.sequences, found)
-            ]
+            routed = []
+            for sequence, completion in zip(self.sequences, found):
+                # The engine also sampled a token, which is not part of the sequence.
+                routing = None if completion.routing is None else completion.routing[: len(sequence)]
+                routed.append(replace(sequence, routing=routing))
+            self.sequences = routed
 
     def by_engines(self, fleet: EngineFleet) -> dict[int, np.ndarray]:
         """Return the engines' log-probs of all completion tokens, float32 [tokens], by engine number."""
         token_ids = [np.concatenate([s.prompt_ids, s.completion_ids]) for s in self.sequences]
-        return {
-            engine: np.concatenate([values[-len(s.completion_ids) :] for s, values in zip(self.sequences, scores)])
-            for engine, scores in fleet.score(token_ids).items()
-        }
+        found = {}
+        for engine, scores in fleet.score(token_ids).items():
+            of_completions = [values[-len(s.completion_ids) :] for s, values in zip(self.sequences, scores)]
+            found[engine] = np.concatenate(of_completions)
+        return found
 
     def by_policy(self, policy: PolicyGroup) -> np.ndarray:
         """Return the policy's log-probs of all completion tokens, float32 [tokens], at the engines' temperature 1."""

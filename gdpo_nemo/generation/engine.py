@@ -105,7 +105,7 @@ A measurement takes a microsecond per request in flight. A decode step of a smal
 
 
 @dataclass
-class EngineRequest:
+class VllmRequest:
     """Request with vLLM's types."""
 
     name: str
@@ -140,9 +140,9 @@ class Engine:
         self._closed = False
         # ``_lock`` protects the attributes above and ``_finished``. Only the thread uses the attributes below.
         self._finished: list[FinishedRequest] = []
-        self._inflight: dict[str, EngineRequest] = {}
+        self._inflight: dict[str, VllmRequest] = {}
         """Requests inside vLLM by name, in the order in which they were added."""
-        self._parked: list[EngineRequest] = []
+        self._parked: list[VllmRequest] = []
         self._kept: list[tuple[int | None, FinishedRequest]] = []
         """(group, finished request) of groups with unfinished requests."""
         self._kv: str | None = None
@@ -195,7 +195,7 @@ class Engine:
                 part of an update, or if vLLM has failed.
         """
         self._check_can_sample()
-        self._enqueue_requests([self._to_engine_request(name, *request) for name, request in requests.items()])
+        self._enqueue_requests([self._to_vllm_request(name, *request) for name, request in requests.items()])
 
     def poll(self, wait_s: float) -> EngineReport:
         """Return the requests that have finished since the last call, and the engine's load.
@@ -249,9 +249,9 @@ class Engine:
         self._check_can_sample()
         start = time.monotonic()
         outputs = self._run_and_wait(
-            [self._to_engine_request(self._unique_name(), request, sampling) for request in requests]
+            [self._to_vllm_request(self._unique_name(), request, sampling) for request in requests]
         )
-        completions = [completion_of(output) for output in outputs]
+        completions = list(map(completion_of, outputs))
         version = min((completion.version for completion in completions), default=self.version)
         return CompletionBatch(completions, version, time.monotonic() - start)
 
@@ -269,12 +269,10 @@ class Engine:
         """
         self._check_can_sample()
         parameters = scoring_parameters()
-        scoring_requests = [
-            EngineRequest(self._unique_name(), np.asarray(ids).tolist(), parameters) for ids in sequences
-        ]
-        return [scores_of(output) for output in self._run_and_wait(scoring_requests)]
+        requests = [VllmRequest(self._unique_name(), np.asarray(ids).tolist(), parameters) for ids in sequences]
+        return list(map(scores_of, self._run_and_wait(requests)))
 
-    def _run_and_wait(self, requests: Sequence[EngineRequest]) -> list[Any]:
+    def _run_and_wait(self, requests: Sequence[VllmRequest]) -> list[Any]:
         answers: list[Future[Any]] = [Future() for _ in requests]
         for request, answer in zip(requests, answers):
             request.answer = answer
@@ -289,7 +287,7 @@ class Engine:
             state = "it is asleep" if self._core.asleep else "it received only part of a weight update"
             raise RunError(f"the engine cannot sample: {state}")
 
-    def _to_engine_request(self, name: str, request: SampleRequest, sampling: Sampling) -> EngineRequest:
+    def _to_vllm_request(self, name: str, request: SampleRequest, sampling: Sampling) -> VllmRequest:
         length = len(request.prompt_ids)
         room = self._max_model_len - length
         if room < 1:
@@ -299,7 +297,7 @@ class Engine:
         if not length:
             raise RunError("a prompt must have at least one token")
         parameters = sampling_parameters(request, sampling, room)
-        return EngineRequest(name, request.prompt_ids.tolist(), parameters, None, request.decodes, request.group)
+        return VllmRequest(name, request.prompt_ids.tolist(), parameters, None, request.decodes, request.group)
 
     def prepare_update(self, manifest: Manifest, kv: str = "drain") -> None:
         """Check the tensor names of a weight update, then stop the engine between two steps until the weights arrive.
@@ -369,7 +367,7 @@ class Engine:
         if not failed:
             self._thread.join()
 
-    def _enqueue_requests(self, requests: Sequence[EngineRequest]) -> None:
+    def _enqueue_requests(self, requests: Sequence[VllmRequest]) -> None:
         self._enqueue(partial(self._accept, requests), [r.answer for r in requests if r.answer is not None])
 
     def _call(self, function: Callable[[], T]) -> T:
@@ -501,11 +499,17 @@ class Engine:
         self._measured_s = time.monotonic()
         self._kept += finished
         unfinished = {request.group for request in (*self._inflight.values(), *self._parked)} - {None}
-        reported = [done for group, done in self._kept if group not in unfinished]
-        self._kept = [(group, done) for group, done in self._kept if group in unfinished]
+        kept = []
+        reported = []
+        for group, done in self._kept:
+            if group in unfinished:
+                kept.append((group, done))
+            else:
+                reported.append(done)
+        self._kept = kept
         with self._lock:
             self._load = load
-            self._num_kept = len(self._kept)
+            self._num_kept = len(kept)
             self._finished += reported
             if reported:
                 self._reportable.notify_all()
@@ -530,13 +534,13 @@ class Engine:
             else:
                 answer.set_result(result)
 
-    def _accept(self, requests: Sequence[EngineRequest]) -> None:
+    def _accept(self, requests: Sequence[VllmRequest]) -> None:
         if self._kv is not None or self._core.asleep:
             self._parked += requests
         else:
             self._add(requests)
 
-    def _add(self, requests: Collection[EngineRequest]) -> None:
+    def _add(self, requests: Collection[VllmRequest]) -> None:
         self._inflight |= {request.name: request for request in requests}
         self._core.add((request.name, request.prompt_ids, request.parameters) for request in requests)
 

@@ -10,6 +10,7 @@ import pickle
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -164,9 +165,10 @@ class VllmCore:
 
     def abort(self, names: Collection[str]) -> int:
         """Drop requests. Return the number of tokens that these requests have sampled."""
-        sampled = sum(
-            state.detokenizer.num_output_tokens() for state in self._states() if state.external_req_id in names
-        )
+        sampled = 0
+        for state in self._states():
+            if state.external_req_id in names:
+                sampled += state.detokenizer.num_output_tokens()
         self._engine.abort_request(list(names))
         for name in names:
             self._internal_names.pop(name, None)
@@ -231,28 +233,28 @@ class VllmCore:
     def drawn(self, name: str) -> list[int]:
         """Return the tokens that an unfinished request has sampled so far. The result is empty if the request is
         unknown or not started."""
-        states = (state for state in self._states() if state.external_req_id == name)
-        return [token for state in states for token in state.detokenizer.output_token_ids]
+        for state in self._states():
+            if state.external_req_id == name:
+                return list(state.detokenizer.output_token_ids)
+        return []
 
     def _states(self) -> Any:
         return self._engine.output_processor.request_states.values()
 
     def load(self) -> Load:
         """Count the unfinished requests and their tokens."""
-        lengths = [
-            (state.prompt_len, state.detokenizer.num_output_tokens())
-            for state in self._states()
-            if state.weight_version_starts
-        ]
         cache = self._engine.vllm_config.cache_config
-        blocks = sum(-(-(prompt + sampled) // cache.block_size) for prompt, sampled in lengths)
-        return Load(
-            running=len(lengths),
-            waiting=self._engine.get_num_unfinished_requests() - len(lengths),
-            kv_used=min(1.0, blocks / cache.num_gpu_blocks),
-            tokens=sum(sampled for _, sampled in lengths),
-            context=sum(prompt + sampled for prompt, sampled in lengths),
-        )
+        running = blocks = tokens = context = 0
+        for state in self._states():
+            if state.weight_version_starts:
+                sampled = state.detokenizer.num_output_tokens()
+                length = state.prompt_len + sampled
+                running += 1
+                tokens += sampled
+                context += length
+                blocks += -(-length // cache.block_size)
+        waiting = self._engine.get_num_unfinished_requests() - running
+        return Load(running, waiting, min(1.0, blocks / cache.num_gpu_blocks), tokens, context)
 
     def sleep(self) -> None:
         """Release weights, KV cache and cached prefixes (vLLM's sleep level 2). Afterwards, an update must provide the
@@ -270,7 +272,7 @@ class VllmCore:
         names: list[str] = self._weights
         if manifest.adapters is not None:
             modules = modules_of(self._weights, self._targets)
-            names = [peft_name(module, letter) for module in modules for letter in "AB"]
+            names = [peft_name(module, letter) for module, letter in product(modules, "AB")]
         manifest.check_names(names)
 
     def update(self, manifest: Manifest, receiver: Receiver, data: Sequence[Any], keep: bool) -> None:

@@ -117,8 +117,8 @@ class LengthEngine(Engine):
         self._longest_pause = 0.0
         return longest
 
-    def _to_engine_request(self, name: str, request: SampleRequest, sampling: Sampling) -> Any:
-        made = super()._to_engine_request(name, request, sampling)
+    def _to_vllm_request(self, name: str, request: SampleRequest, sampling: Sampling) -> Any:
+        made = super()._to_vllm_request(name, request, sampling)
         made.parameters.max_tokens = self._pace.lengths.of_seed(request.seed)
         made.parameters.ignore_eos = True
         return made
