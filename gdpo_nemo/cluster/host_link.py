@@ -278,9 +278,12 @@ class HostLinks:
     def _call(self, actors: Mapping[int, Any], method: str, arguments: Mapping[int, Sequence[Any]]) -> list[Any]:
         refs: dict[int, Any] = {}
         for node, link in self._links.items():
-            hosted = [index for index, actor in actors.items() if self._nodes[index] == node and link.has(index, actor)]
+            hosted = {}
+            for index, actor in actors.items():
+                if self._nodes[index] == node and link.has(index, actor):
+                    hosted[index] = arguments[index]
             if hosted:
-                refs |= link.call(method, {index: arguments[index] for index in hosted})
+                refs |= link.call(method, hosted)
         for index, actor in actors.items():
             if index not in refs:
                 refs[index] = getattr(actor, method).remote(*arguments[index])

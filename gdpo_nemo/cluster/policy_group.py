@@ -24,7 +24,7 @@ from gdpo_nemo.config.algorithm_choice import spec_of
 from gdpo_nemo.config.layout import has_flex_attention, prompt_sharing
 from gdpo_nemo.config.model_checks import resolve
 from gdpo_nemo.config.objective_checks import kl_in_reward
-from gdpo_nemo.config.schema import Config, MegatronConfig
+from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import (
     TrainSequence,
     assign_singly,
@@ -60,16 +60,6 @@ _MANY_RANKS = 8
 """Number of ranks above which the driver calls the ranks of a node together."""
 _COMPUTES = ("train", "component_gradients", "logprobs", "teacher_logprobs")
 """Methods with an adaptive timeout. Other methods wait for disks, which may be fast for days and then become busy."""
-
-
-def layout_ranks(layout: MegatronConfig) -> int:
-    """Return the number of ranks of a layout, whose ``data_parallel_size`` must be resolved."""
-    return (
-        layout.tensor_model_parallel_size
-        * layout.pipeline_model_parallel_size
-        * layout.context_parallel_size
-        * (layout.data_parallel_size or 1)
-    )
 
 
 def gpu_environment(config: Config) -> dict[str, str]:
@@ -126,7 +116,6 @@ class PolicyGroup(PolicyOperations):
         self._patience = {method: Patience(self.timeout_s, _SHORTEST_DEADLINE_S) for method in _COMPUTES}
         self._quadratic = attention_cost(describe(json.loads((Path(folder) / "config.json").read_text())))
         self._choose_sharing(config)
-        world = layout_ranks(self.layout)
         on_gpu = config.cluster.gpus_per_node > 0
         # All ranks get the number of threads that suits the node with the most ranks. The ranks run in lockstep, so
         # more threads on other nodes would not help.
@@ -138,7 +127,7 @@ class PolicyGroup(PolicyOperations):
         actor = ray.remote(PolicyRank)
         self.ranks = []
         for rank, node in enumerate(nodes):
-            self.ranks.append(actor.options(**options, **placement.on(node)).remote(rank, world))
+            self.ranks.append(actor.options(**options, **placement.on(node)).remote(rank, len(nodes)))
         if len(nodes) > _MANY_RANKS:
             self.callers = self._start_callers(placement)
         self._locations = {rank: actor.process_location.remote() for rank, actor in enumerate(self.ranks)}
@@ -187,8 +176,9 @@ class PolicyGroup(PolicyOperations):
 
     def _build(self) -> None:
         url = self.ranks[0].rendezvous.remote()
-        arguments = (self.config, self._seed, self._folder, url)
-        self._building = [rank.build.remote(*arguments, **self._build_options) for rank in self.ranks]
+        self._building = []
+        for rank in self.ranks:
+            self._building.append(rank.build.remote(self.config, self._seed, self._folder, url, **self._build_options))
 
     def ready(self) -> list[int]:
         """Wait until all ranks have loaded the model. Return the number of parameters on each rank."""
@@ -258,10 +248,13 @@ class PolicyGroup(PolicyOperations):
     ) -> Any:
         """Call a method on all ranks of a node, and return the reference. See ``RankCaller.call_with_shares``."""
         caller, ranks = node
-        data_ranks = [self._data_ranks[rank] for rank in ranks]
-        numbers = {data_rank: number for number, data_rank in enumerate(dict.fromkeys(data_ranks))}
-        stored = ray.put([shares[data_rank] for data_rank in numbers])
-        return caller.call_with_shares.remote(method, [stored], [numbers[d] for d in data_ranks], what, options)
+        stored: dict[int, Share] = {}
+        numbers = []
+        for rank in ranks:
+            data_rank = self._data_ranks[rank]
+            stored[data_rank] = shares[data_rank]
+            numbers.append(list(stored).index(data_rank))
+        return caller.call_with_shares.remote(method, [ray.put(list(stored.values()))], numbers, what, options)
 
     @property
     def _multiple(self) -> int:

@@ -141,6 +141,7 @@ class RolloutRunner:
         Raises:
             RunError: if a function raises an exception or returns an invalid result, or the engines failed permanently.
         """
+        # By id, because a function may be an object that cannot be hashed.
         parts: dict[int, tuple[RolloutFunction, list[int]]] = {}
         for index, prompt in enumerate(prompts):
             function = self._function(prompt)

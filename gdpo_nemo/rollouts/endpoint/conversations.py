@@ -12,7 +12,7 @@ import hashlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -65,6 +65,11 @@ class Turn:
         completion = self.completion
         values = (self.prompt_ids.tolist(), completion.token_ids.tolist(), completion.logprobs.tolist())
         return dict(zip(TOKEN_FIELDS, values))
+
+
+def part_of(mapping: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """Return the entries of ``mapping`` with one of ``keys``, in the order of ``keys``."""
+    return {key: mapping[key] for key in keys if key in mapping}
 
 
 class EditedHistory(Exception):

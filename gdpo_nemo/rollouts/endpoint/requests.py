@@ -11,7 +11,7 @@ from gdpo_nemo.data.conversation import output_items
 from gdpo_nemo.data.replies import Reply
 from gdpo_nemo.data.server_replies import depth_exceeds
 from gdpo_nemo.generation.requests import Sampling
-from gdpo_nemo.rollouts.endpoint.conversations import TOKEN_FIELDS, Turn
+from gdpo_nemo.rollouts.endpoint.conversations import TOKEN_FIELDS, Turn, part_of
 from gdpo_nemo.utils.files import parse_json
 
 MAX_BODY_BYTES = 64 * 2**20
@@ -108,7 +108,7 @@ def read_request(request: Mapping[str, Any], sampling: Sampling, session: str) -
         Refused: with status 400 if a field is invalid or not supported.
     """
     _check_sampling(request, sampling)
-    limits = [value for key in ("max_tokens", "max_completion_tokens") if (value := request.get(key)) is not None]
+    limits = [n for n in (request.get("max_tokens"), request.get("max_completion_tokens")) if n is not None]
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in limits):
         raise Refused(400, "max_tokens must be an integer of at least 1")
     user = request.get("user")
@@ -345,7 +345,7 @@ def _response_messages(items: Any) -> list[dict[str, Any]]:
                 messages.append(turn)
             _append_item(where, kind, item, turn)
             if item.get("prompt_token_ids") is not None:
-                turn |= {key: item[key] for key in TOKEN_FIELDS if key in item}
+                turn |= part_of(item, TOKEN_FIELDS)
                 turn = None
     return messages
 
@@ -382,10 +382,7 @@ def _text(where: str, content: Any) -> str:
 def _chat_tool(index: int, tool: Any) -> dict[str, Any]:
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
         raise Refused(400, f"tools[{index}] is not a function")
-    return {
-        "type": "function",
-        "function": {key: tool[key] for key in ("name", "description", "parameters") if key in tool},
-    }
+    return {"type": "function", "function": part_of(tool, ("name", "description", "parameters"))}
 
 
 def _list(name: str, value: Any) -> list[Any]:

@@ -25,6 +25,7 @@ from gdpo_nemo.rollouts.endpoint.conversations import (
     Turn,
     UnknownTurn,
     fingerprint,
+    part_of,
     text_of,
 )
 from gdpo_nemo.rollouts.endpoint.requests import (
@@ -413,7 +414,7 @@ def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     The content becomes a string, and the arguments of tool calls become objects. The role developer becomes system.
     Fields of this endpoint, such as token ids, are removed.
     """
-    plain = {key: message[key] for key in ("role", "name", "tool_call_id", "reasoning_content") if key in message}
+    plain = part_of(message, ("role", "name", "tool_call_id", "reasoning_content"))
     if plain["role"] == "developer":
         plain["role"] = "system"
     plain["content"] = text_of(message)
