@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 from gdpo_nemo.cluster.cleanup_process import guard_children
 from gdpo_nemo.cluster.fork_server import ENGINE, thread_environment
@@ -11,11 +12,11 @@ from gdpo_nemo.cluster.local_ray import stay_on
 from gdpo_nemo.cluster.reservation import Placement
 from gdpo_nemo.cluster.session import cores, ray
 from gdpo_nemo.cluster.worker_launcher import PRELOADED
-from gdpo_nemo.config.schema import Config, VllmConfig
+from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.sections import replays_router
 from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine
 from gdpo_nemo.generation.routing import GPU_ENVIRONMENT
-from gdpo_nemo.generation.vllm_core import in_process
+from gdpo_nemo.generation.vllm_core import EngineOptions, in_process
 
 _CALLS = 8
 """Maximum number of concurrent calls to an engine's actor: polls, updates, new requests and queries."""
@@ -24,11 +25,11 @@ _CALLS = 8
 class EngineActor(Engine):
     """Engine whose vLLM processes always end with its actor. The arguments are those of ``Engine``."""
 
-    def __init__(self, model: str, config: VllmConfig, *arguments: Any, **options: Any):
+    def __init__(self, options: EngineOptions, replies: tuple[Any, ...] | None = None):
         stay_on(ray.util.get_node_ip_address())
-        if not in_process(config):
+        if not in_process(options.config):
             guard_children()
-        super().__init__(model, config, *arguments, **options)
+        super().__init__(options, replies)
 
 
 def start_engine(config: Config, folder: str, placement: Placement, devices: Sequence[str], index: int) -> Any:
@@ -68,7 +69,7 @@ def start_engine(config: Config, folder: str, placement: Placement, devices: Seq
     )
     name = policy.tokenizer_name
     parsers = (generation.tool_call_parser, generation.reasoning_parser, config.data.train.chat_template_kwargs)
-    return actor.remote(
+    options = EngineOptions(
         folder,
         vllm,
         policy.precision,
@@ -78,6 +79,6 @@ def start_engine(config: Config, folder: str, placement: Placement, devices: Seq
         sleeps=bool(shared),
         targets=policy.lora.target_modules,
         records_routing=replays_router(policy),
-        replies=parsers,
         tokenizer=str(Path(name).absolute()) if name and Path(name).is_dir() else name,
     )
+    return actor.remote(options, parsers)

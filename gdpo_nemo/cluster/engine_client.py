@@ -18,9 +18,10 @@ import asyncio
 import contextlib
 import itertools
 import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Callable, Protocol, Sequence
+from typing import Any, Protocol
 
 from gdpo_nemo.cluster import host_link
 from gdpo_nemo.cluster.host_link import HostLink, kill_process
@@ -168,6 +169,7 @@ class EngineClient:
         slots: int,
         timeout_s: float,
         owner: ClientOwner,
+        *,
         engines: int = 1,
         host: HostLink | None = None,
     ):

@@ -13,10 +13,11 @@ import os
 import socket
 import threading
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -86,8 +87,13 @@ class EnvironmentNodes:
     def __init__(self, config: Config, placement: Placement, run_folder: Path | None = None):
         rollout = config.rollout
         seed = config.run.seed
-        remote = {name: options for name, options in config.env.items() if is_remote(name, options or {})}
-        self._on_nodes = {name: dict(options or {}) for name, options in config.env.items() if name not in remote}
+        remote = {}
+        self._on_nodes: dict[str, dict[str, Any]] = {}
+        for name, options in config.env.items():
+            if is_remote(name, options or {}):
+                remote[name] = options
+            else:
+                self._on_nodes[name] = dict(options or {})
         if not self._on_nodes:
             raise ConfigError("cluster.env_nodes: has no effect, because all environments run on servers; remove it")
         self._driver_pools = EnvironmentPools(remote, 1, rollout.env_timeout_s, seed, run_folder)
@@ -149,32 +155,33 @@ class EnvironmentNodes:
 
     def _call_all(self, method: str, items: Sequence[Any]) -> list[Any]:
         """Call a method in the driver and on all nodes, each with its part of the items. Return answers in order."""
-        parts = {node: indices for node, indices in self._indices_by_node(items).items() if indices}
+        parts = self._indices_by_node(items)
+        calls = []
         answers: dict[int, Any] = {}
         with ThreadPoolExecutor(max(1, len(parts)), thread_name_prefix="environments") as threads:
-            running = {
-                node: threads.submit(self._call_node, node, method, [items[index] for index in indices])
-                for node, indices in parts.items()
-            }
             for node, indices in parts.items():
-                answers.update(zip(indices, running[node].result()))
+                part = [items[index] for index in indices]
+                calls.append(threads.submit(self._call_node, node, method, part))
+            for indices, call in zip(parts.values(), calls):
+                answers.update(zip(indices, call.result()))
         return [answers[index] for index in range(len(items))]
 
     def _indices_by_node(self, items: Sequence[Any]) -> dict[int | None, list[int]]:
         """Return item indices by node, in proportion to the number of workers. The driver's items have the key None."""
         pools: dict[Any, list[int]] = {}
-        parts: dict[int | None, list[int]] = {None: []}
+        parts: dict[int | None, list[int]] = {}
         for index, item in enumerate(items):
             name = item.prompt.environment
             if name not in self._on_nodes:  # a server, or an unknown name, which the pools reject
-                parts[None].append(index)
+                parts.setdefault(None, []).append(index)
                 continue
             has_workers = self._on_nodes[name].get("num_workers") is not None
             pools.setdefault(name if has_workers else SHARED, []).append(index)
         for pool, indices in pools.items():
             shares = [workers.get(pool, 0) for workers in self._workers_by_node]
             for node, part in enumerate(divide(indices, shares, lambda index: items[index].prompt.id)):
-                parts.setdefault(node, []).extend(part)
+                if part:
+                    parts.setdefault(node, []).extend(part)
         return parts
 
     def _call_node(self, node: int | None, method: str, items: list[Any]) -> list[Any]:
@@ -187,7 +194,8 @@ class EnvironmentNodes:
                 answers: list[Any]
                 answers, recovered = self._wait(node, actor, getattr(actor, method).remote(items))
                 with self._lock:
-                    self._recovered.update({f"{sentence} (node {node})": n for sentence, n in recovered.items()})
+                    for sentence, count in recovered.items():
+                        self._recovered[f"{sentence} (node {node})"] += count
                 return answers
             except WorkerDied as error:
                 self._replace(node, actor, error)

@@ -24,9 +24,10 @@ import contextlib
 import heapq
 import threading
 import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Callable, Coroutine, Iterator, Sequence, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -99,15 +100,32 @@ class EngineFleet:
         self._thread.start()
         self.awake = asyncio.Event()
         self._change = asyncio.Event()
-        self._start_actor = partial(start_engine, config, folder, self._placement, devices or ())
+        start = partial(start_engine, config, folder, self._placement, devices or ())
         generation = config.policy.generation
-        arguments = self._start, generation.vllm_cfg.max_num_seqs, self._timeout_s, self, generation.engines
         self.hosts = HostLinks(self._placement.places.engines, start_host, self.exact)
-        self.clients = [EngineClient(n, *arguments, self.hosts.of(n)) for n in range(generation.engines)]
+        self.clients: list[EngineClient] = []
+        for index in range(generation.engines):
+            client = EngineClient(
+                index,
+                start,
+                generation.vllm_cfg.max_num_seqs,
+                self._timeout_s,
+                self,
+                engines=generation.engines,
+                host=self.hosts.of(index),
+            )
+            self.clients.append(client)
         self._serving = self.spawn(self._serve())
 
-    def _start(self, index: int) -> Any:
-        return self._start_actor(index)
+    @property
+    def _sampling(self) -> list[EngineClient]:
+        """Clients that can sample."""
+        return [client for client in self.clients if client.can_sample]
+
+    @property
+    def _available(self) -> list[EngineClient]:
+        """Clients whose engines are neither lost nor abandoned."""
+        return [client for client in self.clients if client.state not in _UNAVAILABLE]
 
     # -- for all threads except the loop thread ----------------------------------------------------------------------
 
@@ -247,9 +265,7 @@ class EngineFleet:
         """Return the engine with the fewest requests, of those that can sample if there are any."""
         if self.failure is not None:
             raise self.failure
-        clients = [client for client in self.clients if client.can_sample]
-        clients = clients or [client for client in self.clients if client.state not in _UNAVAILABLE]
-        return min(clients, key=lambda client: (client.load, client.index)).index
+        return min(self._sampling or self._available, key=lambda client: (client.load, client.index)).index
 
     async def rooms(self, version: int, samples: int, groups: int = 1) -> list[int]:
         """Wait for an engine with a free slot and weights of ``version`` or newer, and reserve ``samples`` slots for
@@ -349,13 +365,12 @@ class EngineFleet:
 
     def reassign(self, client: EngineClient, reason: str) -> None:
         """Move a client's requests to other clients, or leave them for its replacement. Fail if no engine is left."""
-        others = [other for other in self.clients if other is not client and other.can_sample]
-        unavailable = client.state in _UNAVAILABLE
-        if all(other.state in _UNAVAILABLE for other in self.clients):
+        others = [other for other in self._sampling if other is not client]
+        if not self._available:
             self.fail(InfrastructureFailed(f"no engine is left: engine {client.index}: {reason}{START_AGAIN}"))
             return
-        if not others and unavailable:
-            others = [other for other in self.clients if other.state not in _UNAVAILABLE]
+        if not others and client.state in _UNAVAILABLE:
+            others = self._available
         if not others:
             return
         # Move all requests of a prompt to the same engine, for its prefix cache.
@@ -385,7 +400,7 @@ class EngineFleet:
             self._delivering.release()
 
     async def _update(self, kv: str) -> None:
-        clients = [client for client in self.clients if client.state not in (EngineState.STARTING, *_UNAVAILABLE)]
+        clients = [client for client in self._available if client.state is not EngineState.STARTING]
         for client in clients:
             if client.can_sample:
                 client.enter(EngineState.UPDATING)
@@ -415,7 +430,7 @@ class EngineFleet:
         The sender starts after this method, because draining an engine may take longer than the sender's time limit.
         """
         assert self._weights is not None
-        actors = {client.index: client.actor for client in clients}
+        actors = _actors(clients)
         refs = self.hosts.call(actors, "prepare_update", self._weights.manifest, kv)
         answers = await self._answers(clients, refs, "updating the engines' weights")
         # An engine may have died after its answer, while another engine was draining. Replacements have no model yet.
@@ -425,7 +440,7 @@ class EngineFleet:
         """Send the weights once, and return the clients of live engines that did not receive the weights."""
         weights = self._weights
         assert weights is not None
-        actors = {client.index: client.actor for client in clients}
+        actors = _actors(clients)
         handles = self.hosts.handles(actors)
 
         def send() -> tuple[list[Any], list[Any]]:
@@ -460,24 +475,25 @@ class EngineFleet:
             # Request the weights after every state change, because a client clears the request when its engine dies.
             for client in self.clients:
                 client.request_weights()
-            return [client for client in self.clients if client.can_sample and client.actor not in dead]
+            return [client for client in self._sampling if client.actor not in dead]
 
         while True:  # repeat with the replacements if all called engines died
             await self.until(lambda: bool(working()))
             clients = working()
-            actors = {client.index: client.actor for client in clients}
+            actors = _actors(clients)
             refs = self.hosts.call(actors, "score", list(sequences))
             answers = await self._answers(clients, refs, "scoring sequences in the engines")
-            scored: dict[int, Any] = {
-                client.index: scores for client, scores in zip(clients, answers) if not died(scores)
-            }
+            scored = {}
+            for client, scores in zip(clients, answers):
+                if not died(scores):
+                    scored[client.index] = scores
             if scored:
                 return scored
             dead += actors.values()
 
     async def _sleep(self) -> None:
         self.awake.clear()
-        await self._all("sleep", EngineState.ASLEEP, [client for client in self.clients if client.can_sample])
+        await self._all("sleep", EngineState.ASLEEP, self._sampling)
 
     async def _wake(self, what: str) -> None:
         asleep = [client for client in self.clients if client.state is EngineState.ASLEEP]
@@ -502,3 +518,8 @@ class EngineFleet:
             # Dead engines occupy no memory. Clients replace dead engines after the other engines have woken up.
             if not died(result) and client.state not in (EngineState.STARTING, *_UNAVAILABLE):
                 client.enter(state)
+
+
+def _actors(clients: Sequence[EngineClient]) -> dict[int, Any]:
+    """Return the present actors of engines by engine number. A dead engine gets another actor."""
+    return {client.index: client.actor for client in clients}

@@ -22,10 +22,10 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Callable, Collection, Iterator, Mapping, Sequence
 
 from gdpo_nemo.cluster.worker_launcher import FOLDER
 from gdpo_nemo.utils.progress import hidden, import_transformers, importing, quiet_torch

@@ -18,10 +18,12 @@ import os
 import signal
 import socket
 from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
+from itertools import chain
 from types import SimpleNamespace
-from typing import Any, Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from gdpo_nemo.cluster.session import WorkerDied, answer, answered, ray
 from gdpo_nemo.generation.requests import EngineReport
@@ -276,13 +278,16 @@ class HostLinks:
     def _call(self, actors: Mapping[int, Any], method: str, arguments: Mapping[int, Sequence[Any]]) -> list[Any]:
         refs: dict[int, Any] = {}
         for node, link in self._links.items():
-            hosted = [index for index, actor in actors.items() if self._nodes[index] == node and link.has(index, actor)]
+            hosted = {}
+            for index, actor in actors.items():
+                if self._nodes[index] == node and link.has(index, actor):
+                    hosted[index] = arguments[index]
             if hosted:
-                refs |= link.call(method, {index: arguments[index] for index in hosted})
-        return [
-            refs[index] if index in refs else getattr(actor, method).remote(*arguments[index])
-            for index, actor in actors.items()
-        ]
+                refs |= link.call(method, hosted)
+        for index, actor in actors.items():
+            if index not in refs:
+                refs[index] = getattr(actor, method).remote(*arguments[index])
+        return [refs[index] for index in actors]
 
     def handles(self, actors: Mapping[int, Any]) -> Mapping[int, Any]:
         """Return engine actors for ``Transport.send``. With hosts, their updates wait for ``make_deferred``."""
@@ -291,10 +296,13 @@ class HostLinks:
     def make_deferred(self, refs: Sequence[Any]) -> list[Any]:
         """Make the updates that a transport has deferred, and replace them with references."""
         deferred = {ref.index: ref for ref in refs if isinstance(ref, EngineHandle)}
-        actors = {index: handle.actor for index, handle in deferred.items()}
-        made = self._call(actors, "update_weights", {index: handle.arguments for index, handle in deferred.items()})
-        by_index = dict(zip(deferred, made))
-        return [by_index[ref.index] if isinstance(ref, EngineHandle) else ref for ref in refs]
+        actors = {}
+        arguments = {}
+        for index, handle in deferred.items():
+            actors[index] = handle.actor
+            arguments[index] = handle.arguments
+        made = dict(zip(deferred, self._call(actors, "update_weights", arguments)))
+        return [made[ref.index] if isinstance(ref, EngineHandle) else ref for ref in refs]
 
     def take_recoveries(self) -> Counter[str]:
         """Return and clear the recoveries of all hosts (``HostLink.take_recoveries``)."""
@@ -302,6 +310,6 @@ class HostLinks:
 
     def close(self) -> None:
         """End the hosts and their environment workers."""
-        wait([future for link in self._links.values() for future in link.closing()], _CLOSE_S)
+        wait(list(chain.from_iterable(link.closing() for link in self._links.values())), _CLOSE_S)
         for link in self._links.values():
             link.kill()

@@ -14,8 +14,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any
 
 import psutil
 import ray
@@ -129,7 +130,11 @@ def watched(lost: Callable[[str], None]) -> Iterator[None]:
 def _servers(node: Node) -> dict[str, subprocess.Popen[bytes]]:
     """Return the processes of a node's servers by name."""
     names = (ray_constants.PROCESS_TYPE_GCS_SERVER, ray_constants.PROCESS_TYPE_RAYLET)
-    return {name: each.process for name in names for each in node.all_processes.get(name, ())}
+    found = {}
+    for name in names:
+        for each in node.all_processes.get(name, ()):
+            found[name] = each.process
+    return found
 
 
 def _ended(servers: dict[str, subprocess.Popen[bytes]]) -> str | None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gdpo_nemo.algorithms.loss_selection import loss_import_paths, reads_whole_sequences, why_all_sequences
 from gdpo_nemo.cluster.fork_server import RANK, thread_environment
+from gdpo_nemo.cluster.policy_operations import Operation, PolicyOperations
 from gdpo_nemo.cluster.policy_rank import LOGPROBS, Columns, PolicyRank, RankCaller
 from gdpo_nemo.cluster.reservation import Placement, place_on_this_machine
 from gdpo_nemo.cluster.session import answered, cores, gather, one_has_ended, ray
@@ -21,7 +24,7 @@ from gdpo_nemo.config.algorithm_choice import spec_of
 from gdpo_nemo.config.layout import has_flex_attention, prompt_sharing
 from gdpo_nemo.config.model_checks import resolve
 from gdpo_nemo.config.objective_checks import kl_in_reward
-from gdpo_nemo.config.schema import Config, MegatronConfig
+from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import (
     Budget,
     TrainSequence,
@@ -39,7 +42,7 @@ from gdpo_nemo.data.prefixes import (
     typical_saving,
     whole_layout,
 )
-from gdpo_nemo.data.records import GradientProducts, UpdateResult
+from gdpo_nemo.data.records import UpdateResult
 from gdpo_nemo.data.shares import SCORING, TRAINING, Share, by_sequence
 from gdpo_nemo.models.family_checks import describe
 from gdpo_nemo.utils.progress import phase
@@ -58,16 +61,6 @@ _MANY_RANKS = 8
 """Number of ranks above which the driver calls the ranks of a node together."""
 _COMPUTES = ("train", "component_gradients", "logprobs", "teacher_logprobs")
 """Methods with an adaptive timeout. Other methods wait for disks, which may be fast for days and then become busy."""
-
-
-def layout_ranks(layout: MegatronConfig) -> int:
-    """Return the number of ranks of a layout, whose ``data_parallel_size`` must be resolved."""
-    return (
-        layout.tensor_model_parallel_size
-        * layout.pipeline_model_parallel_size
-        * layout.context_parallel_size
-        * (layout.data_parallel_size or 1)
-    )
 
 
 def gpu_environment(config: Config) -> dict[str, str]:
@@ -90,7 +83,7 @@ def gpu_environment(config: Config) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name not in os.environ}
 
 
-class PolicyGroup:
+class PolicyGroup(PolicyOperations):
     """All ranks of the policy. The constructor starts the actors, and ``ready`` waits until they have loaded the model.
 
     Loading starts at once if the engines have separate devices. If they share the policy's devices, loading starts in
@@ -124,7 +117,6 @@ class PolicyGroup:
         self._patience = {method: Patience(self.timeout_s, _SHORTEST_DEADLINE_S) for method in _COMPUTES}
         self._quadratic = attention_cost(describe(json.loads((Path(folder) / "config.json").read_text())))
         self._choose_sharing(config)
-        world = layout_ranks(self.layout)
         on_gpu = config.cluster.gpus_per_node > 0
         # All ranks get the number of threads that suits the node with the most ranks. The ranks run in lockstep, so
         # more threads on other nodes would not help.
@@ -134,9 +126,9 @@ class PolicyGroup:
         environment |= gpu_environment(config) if on_gpu else {"CUDA_VISIBLE_DEVICES": "", PRELOADED: RANK}
         options = dict(num_cpus=0, num_gpus=1 if on_gpu else 0, runtime_env={"env_vars": environment})
         actor = ray.remote(PolicyRank)
-        self.ranks = [
-            actor.options(**options, **placement.on(node)).remote(rank, world) for rank, node in enumerate(nodes)
-        ]
+        self.ranks = []
+        for rank, node in enumerate(nodes):
+            self.ranks.append(actor.options(**options, **placement.on(node)).remote(rank, len(nodes)))
         if len(nodes) > _MANY_RANKS:
             self.callers = self._start_callers(placement)
         self._locations = {rank: actor.process_location.remote() for rank, actor in enumerate(self.ranks)}
@@ -164,10 +156,11 @@ class PolicyGroup:
             nodes.setdefault(node, []).append(rank)
         actor = ray.remote(RankCaller)
         options = dict(num_cpus=0, runtime_env={"env_vars": {**thread_environment(1), "CUDA_VISIBLE_DEVICES": ""}})
-        return [
-            (actor.options(**options, **placement.on(node)).remote([self.ranks[rank] for rank in ranks]), ranks)
-            for node, ranks in nodes.items()
-        ]
+        callers = []
+        for node, ranks in nodes.items():
+            members = [self.ranks[rank] for rank in ranks]
+            callers.append((actor.options(**options, **placement.on(node)).remote(members), ranks))
+        return callers
 
     def _choose_sharing(self, config: Config) -> None:
         """Determine whether updates may share prompts.
@@ -184,9 +177,9 @@ class PolicyGroup:
 
     def _build(self) -> None:
         url = self.ranks[0].rendezvous.remote()
-        self._building = [
-            rank.build.remote(self.config, self._seed, self._folder, url, **self._build_options) for rank in self.ranks
-        ]
+        self._building = []
+        for rank in self.ranks:
+            self._building.append(rank.build.remote(self.config, self._seed, self._folder, url, **self._build_options))
 
     def ready(self) -> list[int]:
         """Wait until all ranks have loaded the model. Return the number of parameters on each rank."""
@@ -199,17 +192,16 @@ class PolicyGroup:
         """Return the GPU of each rank in the format of CUDA_VISIBLE_DEVICES, or empty strings on CPUs."""
         return gather(self._devices, "placing the policy", _START_S, "policy")
 
-    def release(self) -> None:
-        """Release GPU memory that the ranks do not need until the next update."""
-        self._call("release", what="releasing memory")
-
     def process_locations(self) -> dict[int, tuple[str, int]]:
         """Return (host name, process id) of every rank that has started, by rank."""
         return answered(self._locations)
 
-    def _call(self, method: str, *arguments: Any, what: str) -> list[Any]:
-        refs = [getattr(rank, method).remote(*arguments) for rank in self.ranks]
-        return gather(refs, what, self.timeout_s, "policy")
+    def run_operation(self, operation: Operation, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        """Run an operation on all ranks, and combine their results."""
+        what = operation.description(arguments, options)
+        with phase(operation.phase) if operation.phase else contextlib.nullcontext():
+            refs = [getattr(rank, operation.method.__name__).remote(*arguments, **options) for rank in self.ranks]
+            return operation.combine(gather(refs, what, self.timeout_s, "policy"))
 
     def _call_with_shares(
         self,
@@ -232,7 +224,8 @@ class PolicyGroup:
             arguments: additional arguments of the method.
         """
         if not self._data_ranks:
-            self._data_ranks = self._call("data_parallel_rank", what="querying the layout")
+            refs = [rank.data_parallel_rank.remote() for rank in self.ranks]
+            self._data_ranks = gather(refs, "querying the layout", self.timeout_s, "policy")
         shares = [Share.of(sequences, micro_batches, fields, layout.shared) for micro_batches in layout.assignment]
         patience = self._patience[method]
         start = time.monotonic()
@@ -244,10 +237,9 @@ class PolicyGroup:
             results = [by_rank[rank] for rank in range(len(self.ranks))]
         else:
             stored = [ray.put(share) for share in shares]
-            refs = [
-                getattr(rank, method).remote(stored[data_rank], **arguments)
-                for rank, data_rank in zip(self.ranks, self._data_ranks, strict=True)
-            ]
+            refs = []
+            for rank, data_rank in zip(self.ranks, self._data_ranks, strict=True):
+                refs.append(getattr(rank, method).remote(stored[data_rank], **arguments))
             results = gather(refs, what, patience.limit_s, "policy")
         patience.took(time.monotonic() - start)
         return results
@@ -257,10 +249,13 @@ class PolicyGroup:
     ) -> Any:
         """Call a method on all ranks of a node, and return the reference. See ``RankCaller.call_with_shares``."""
         caller, ranks = node
-        data_ranks = [self._data_ranks[rank] for rank in ranks]
-        numbers = {data_rank: number for number, data_rank in enumerate(dict.fromkeys(data_ranks))}
-        stored = ray.put([shares[data_rank] for data_rank in numbers])
-        return caller.call_with_shares.remote(method, [stored], [numbers[d] for d in data_ranks], what, options)
+        stored: dict[int, Share] = {}
+        numbers = []
+        for rank in ranks:
+            data_rank = self._data_ranks[rank]
+            stored[data_rank] = shares[data_rank]
+            numbers.append(list(stored).index(data_rank))
+        return caller.call_with_shares.remote(method, [ray.put(list(stored.values()))], numbers, what, options)
 
     @property
     def _multiple(self) -> int:
@@ -345,11 +340,6 @@ class PolicyGroup:
             "component_gradients", sequences, layout, TRAINING, what=what, terms=list(terms), first=first
         )
 
-    def gradient_products(self) -> GradientProducts:
-        """Return the products of the stored gradients, after an update."""
-        found: GradientProducts = self._call("gradient_products", what="comparing gradients by component")[0]
-        return found
-
     def logprobs(
         self,
         sequences: list[TrainSequence],
@@ -412,10 +402,6 @@ class PolicyGroup:
         )
         return by_sequence(sequences, layout.assignment, list(zip(self._data_ranks, results, strict=True)))
 
-    def sync_reference(self, alpha: float) -> None:
-        """Set the reference to ``alpha`` times the policy's weights plus (1 - ``alpha``) times its previous weights."""
-        self._call("sync_reference", alpha, what="updating the reference")
-
     @property
     def engine_processes(self) -> int:
         """Number of processes of one engine."""
@@ -431,63 +417,20 @@ class PolicyGroup:
     ) -> list[Any]:
         """Call a method of a transport's sender on selected ranks. See ``PolicyRanks.start_sender``."""
         import_path = f"{sender.__module__}:{sender.__qualname__}"
-        actors = self.ranks if ranks is None else [self.ranks[rank] for rank in ranks]
-        return [
-            actor.run_sender.options(num_returns=num_returns).remote(import_path, method, *arguments)
-            for actor in actors
-        ]
+        refs = []
+        for rank in range(len(self.ranks)) if ranks is None else ranks:
+            run_sender = self.ranks[rank].run_sender.options(num_returns=num_returns)
+            refs.append(run_sender.remote(import_path, method, *arguments))
+        return refs
 
     def wait(self, refs: Sequence[Any], what: str) -> list[Any]:
         """Wait for results of ``start_sender`` and return them. See ``PolicyRanks.wait``."""
         return gather(refs, what, self.timeout_s, "policy")
 
-    def begin_save(self, folder: Path, background: bool = False) -> None:
-        """Start writing a checkpoint. With ``background``, return as soon as the ranks have copied their state."""
-        self._call("begin_save", str(folder), background, what=f"writing {folder}")
-
-    def save_is_written(self) -> bool:
-        """Return whether all files of the checkpoint from ``begin_save`` are on disk."""
-        return all(self._call("save_is_written", what="polling a checkpoint"))
-
-    def finish_save(self) -> None:
-        """Wait for the checkpoint from ``begin_save``, complete it and verify it."""
-        self._call("finish_save", what="completing a checkpoint")
-
     def save(self, folder: Path) -> None:
         """Write a checkpoint and verify it."""
         self.begin_save(folder)
         self.finish_save()
-
-    def load_checkpoint(self, folder: Path, weights_only: bool = False) -> None:
-        """Load a checkpoint. With ``weights_only``, optimizer, schedule and random state remain unchanged."""
-        with phase("checkpoint"):
-            self._call("load_checkpoint", str(folder), weights_only, what=f"reading {folder}")
-
-    def load_adapter(self, folder: Path) -> None:
-        """Initialise the LoRA matrices from a PEFT adapter of this model."""
-        self._call("load_adapter", str(folder), what=f"reading {folder}")
-
-    def load_teacher(self, folder: Path) -> None:
-        """Load the Hugging Face model in ``folder`` as the teacher, for ``logprobs(teacher=True)``."""
-        with phase("teacher"):
-            self._call("load_teacher", str(folder), what=f"reading {folder}")
-
-    def next_learning_rate(self) -> float:
-        """Return the learning rate of the next update."""
-        return float(self._call("next_learning_rate", what="querying the learning rate")[0])
-
-    def export(self, folder: Path) -> None:
-        """Write the weights to a Hugging Face folder."""
-        with phase("export"):
-            self._call("export", str(folder), what=f"exporting {folder}")
-
-    def export_adapter(self, folder: Path) -> None:
-        """Write the LoRA matrices to a PEFT folder."""
-        self._call("export_adapter", str(folder), what=f"exporting {folder}")
-
-    def save_megatron(self, folder: Path) -> None:
-        """Write the weights as a checkpoint of Megatron-core's GPTModel."""
-        self._call("save_megatron", str(folder), what=f"writing {folder}")
 
     def has_lost_ranks(self, patience_s: float) -> bool:
         """Return whether a rank's process has ended, or ends within ``patience_s``."""

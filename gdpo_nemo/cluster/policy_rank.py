@@ -9,14 +9,15 @@ import asyncio
 import math
 import os
 import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from gdpo_nemo.cluster.local_ray import stay_on
+from gdpo_nemo.cluster.policy_operations import Operation, PolicyOperations
 from gdpo_nemo.cluster.session import answer, ray, sendable
 from gdpo_nemo.config.schema import PolicyConfig
-from gdpo_nemo.data.records import GradientProducts, UpdateResult
+from gdpo_nemo.data.records import UpdateResult
 from gdpo_nemo.data.shares import FlatValues, Share
 from gdpo_nemo.utils.progress import importing
 from gdpo_nemo.utils.user_code import load_object
@@ -39,7 +40,7 @@ LOGPROBS = Columns()
 """Only log-probs."""
 
 
-class PolicyRank:
+class PolicyRank(PolicyOperations):
     """One rank of the policy in a Ray actor. Methods that use the model are collective over all ranks."""
 
     def __init__(self, rank: int, world_size: int):
@@ -50,6 +51,10 @@ class PolicyRank:
         """Senders of the run's transport, by import path of their class."""
         # Ray sets CUDA_VISIBLE_DEVICES to the actor's GPU, so this GPU is device 0 on every rank.
         os.environ["LOCAL_RANK"] = "0"
+
+    def run_operation(self, operation: Operation, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        """Run an operation on this rank."""
+        return operation.method(self, *arguments, **options)
 
     def process_location(self) -> tuple[str, int]:
         """Return (host name, process id) of this rank."""
@@ -111,7 +116,10 @@ class PolicyRank:
         )
         with self.policy.optimizer_on_device():
             pass  # offload the optimizer, if configured, because engines need the memory
-        return sum(p.numel() for chunk in self.policy.chunks for p in chunk.parameters())
+        count = 0
+        for chunk in self.policy.chunks:
+            count += sum(p.numel() for p in chunk.parameters())
+        return count
 
     def call_with_share(self, method: str, shares: Sequence[Share], number: int, options: Mapping[str, Any]) -> Any:
         """Call a method of this rank with one of the shares of its node. See ``RankCaller``."""
@@ -135,14 +143,8 @@ class PolicyRank:
         from gdpo_nemo.megatron.component_gradients import ComponentGradients
 
         if first:
-            self._gradients = ComponentGradients(self.policy)
-        self._gradients.add(share.sequences(), share.micro_batches, terms)
-
-    def gradient_products(self) -> GradientProducts:
-        """Return the products of the stored gradients after an update, and free the gradients."""
-        found = self._gradients.products()
-        del self._gradients
-        return found
+            self.gradients = ComponentGradients(self.policy)
+        self.gradients.add(share.sequences(), share.micro_batches, terms)
 
     def logprobs(
         self, share: Share, columns: Columns, reference: bool = False, temperature: float | None = None
@@ -162,14 +164,6 @@ class PolicyRank:
         )
         return None if values is None else share.flat(values, complete=self.policy.layout.context_parallel_size == 1)
 
-    def sync_reference(self, alpha: float) -> None:
-        """Move the reference towards the policy (see ``Reference.follow``)."""
-        self.policy.sync_reference(alpha)
-
-    def load_teacher(self, folder: str) -> None:
-        """Load the Hugging Face model in ``folder`` as a frozen teacher in the policy's layout."""
-        self.policy.load_teacher(folder)
-
     def teacher_logprobs(self, share: Share, columns: Columns, temperature: float | None = None) -> FlatValues | None:
         """Return the result of ``logprobs`` with the teacher's weights."""
         with self.policy.using_teacher():
@@ -185,78 +179,6 @@ class PolicyRank:
             host = ray.util.get_node_ip_address()
             self._senders[import_path] = load_object(import_path)(self.policy, self.rank, host)
         return getattr(self._senders[import_path], method)(*arguments)
-
-    def release(self) -> None:
-        """Release GPU memory that is not needed until the next update, so that an engine on the same GPU can use it."""
-        self.policy.release()
-
-    def begin_save(self, folder: str, background: bool) -> None:
-        """Start writing this rank's part of a checkpoint (see ``megatron.checkpoint.Save``)."""
-        from gdpo_nemo.megatron.checkpoint import Save
-
-        self._save = Save(self.policy, folder, background)
-
-    def save_is_written(self) -> bool:
-        """Return whether this rank's files are on disk."""
-        return self._save.is_written
-
-    def finish_save(self) -> None:
-        """Complete and verify the checkpoint from ``begin_save``."""
-        self._save.finish()
-        del self._save
-
-    def load_checkpoint(self, folder: str, weights_only: bool) -> None:
-        """Load this rank's part of a checkpoint of any layout, or only its weights with ``weights_only``."""
-        from gdpo_nemo.megatron.checkpoint import load_checkpoint, load_weights
-
-        (load_weights if weights_only else load_checkpoint)(self.policy, folder)
-
-    def load_adapter(self, folder: str) -> None:
-        """Initialise the LoRA matrices from a PEFT adapter of this model."""
-        from gdpo_nemo.models.peft import read_peft_adapter
-        from gdpo_nemo.weights.adapters import read_pairs
-
-        key = "policy.model_name"
-        self.policy.start_adapters(read_pairs(read_peft_adapter(Path(folder), key), self.policy.folder, key))
-
-    def next_learning_rate(self) -> float:
-        """Return the learning rate of the next update."""
-        return self.policy.next_learning_rate()
-
-    def export_adapter(self, folder: str) -> None:
-        """Write the LoRA matrices to a PEFT folder, on rank 0."""
-        from gdpo_nemo.weights.adapters import write_adapter
-
-        matrices = dict(self.policy.update())
-        if self.rank == 0 and self.policy.adapters is not None:
-            write_adapter(folder, matrices, self.policy.adapters)
-
-    def save_megatron(self, folder: str) -> None:
-        """Write the weights as a checkpoint of Megatron-core's GPTModel (see ``megatron.gpt_checkpoint``)."""
-        from gdpo_nemo.megatron.gpt_checkpoint import save_megatron
-
-        save_megatron(self.policy, folder)
-
-    def export(self, folder: str) -> None:
-        """Write the weights to a Hugging Face folder, on rank 0.
-
-        Under LoRA, the adapters are merged into these weights, and also written to the PEFT folder ``adapter`` next to
-        ``folder``.
-        """
-        from gdpo_nemo.megatron.classifier import write_classifier
-        from gdpo_nemo.models.hf_folder import write_model
-        from gdpo_nemo.weights.adapters import write_adapter
-
-        if self.policy.adapters:
-            matrices = dict(self.policy.update())
-            if self.rank == 0:
-                write_adapter(Path(folder).parent / "adapter", matrices, self.policy.adapters)
-        if self.rank == 0:
-            write = write_classifier if self.policy.scores else write_model
-            write(folder, self.policy.weights(), self.policy.built.hf_config, self.policy.folder)
-        else:
-            for _ in self.policy.weights():
-                pass
 
 
 class RankCaller:
@@ -282,10 +204,9 @@ class RankCaller:
             what: description of the call, for messages.
             options: additional arguments of the method.
         """
-        refs = [
-            rank.call_with_share.remote(method, shares[0], number, options)
-            for rank, number in zip(self._ranks, numbers, strict=True)
-        ]
+        refs = []
+        for rank, number in zip(self._ranks, numbers, strict=True):
+            refs.append(rank.call_with_share.remote(method, shares[0], number, options))
         try:
             return await asyncio.gather(*(answer(ref, what, math.inf) for ref in refs))
         except Exception as error:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
-from gdpo_nemo.cluster.session import gather, ray, watch_nodes
+from gdpo_nemo.cluster.session import gather, live_nodes, ray, watch_nodes
 from gdpo_nemo.config.layout import Layout, resolve_layout
 from gdpo_nemo.config.placement import Places, joined, place
 from gdpo_nemo.config.schema import ClusterConfig, Config
@@ -35,7 +36,7 @@ class Placement:
 
     def is_lost(self, node: int) -> bool:
         """Return whether a node has left the cluster."""
-        return bool(self.nodes) and self.nodes[node] not in {n["NodeID"] for n in ray.nodes() if n["Alive"]}
+        return bool(self.nodes) and self.nodes[node] not in live_nodes()
 
     def on(self, node: int) -> dict[str, Any]:
         """Return the options that place a Ray actor or task on a node."""
@@ -80,7 +81,7 @@ def reserve(cluster: ClusterConfig, layout: Layout, shared: Sequence[Path]) -> P
     group = placement_group(requested, strategy="STRICT_SPREAD")
     if not group.wait(_JOIN_S):
         raise InfrastructureFailed(_missing(nodes, bundle, cluster.env_nodes))
-    known = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    known = {name: node["NodeManagerAddress"] for name, node in live_nodes().items()}
     node_of = placement_group_table(group)["bundles_to_node_id"]
     driver = ray.get_runtime_context().get_node_id()
     # Without GPUs, all bundles are equal, and the order decides which nodes are environment nodes. The driver's node
@@ -106,8 +107,10 @@ def reserve(cluster: ClusterConfig, layout: Layout, shared: Sequence[Path]) -> P
 
 
 def _missing(nodes: int, bundle: dict[str, int], env_nodes: int) -> str:
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    fit = sum(all(node["Resources"].get(what, 0) >= count for what, count in bundle.items()) for node in alive)
+    alive = live_nodes()
+    fit = 0
+    for node in alive.values():
+        fit += all(node["Resources"].get(what, 0) >= count for what, count in bundle.items())
     requested = " and ".join(f"{count} {what}" for what, count in bundle.items())
     others = f" and {env_nodes} more with 1 CPU for environments (cluster.env_nodes)" if env_nodes else ""
     return (
@@ -123,9 +126,9 @@ def _check_shared(placement: Placement, shared: Sequence[Sequence[Path]]) -> Non
         shared: folders that must exist, by node.
     """
     check = ray.remote(num_cpus=0, max_retries=0)(_absent)
-    refs = [
-        check.options(**placement.on(node)).remote([str(path) for path in paths]) for node, paths in enumerate(shared)
-    ]
+    refs = []
+    for node, paths in enumerate(shared):
+        refs.append(check.options(**placement.on(node)).remote(list(map(str, paths))))
     for address, absent in zip(placement.addresses, gather(refs, "checking the nodes' folders", _LOOK_S)):
         if absent:
             raise RunError(f"{absent[0]} not found on node {address}; put it on a file system that all nodes share")

@@ -10,8 +10,9 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any
 
 # Set this before the import of ray. Otherwise Ray would build a second environment for its workers under `uv run`.
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
@@ -177,11 +178,16 @@ def watch_nodes(nodes: dict[str, str]) -> None:
     _watched.update(nodes)
 
 
+def live_nodes() -> dict[str, dict[str, Any]]:
+    """Return the nodes that are in the cluster by Ray's id."""
+    return {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+
+
 def _check_nodes(what: str, patience_s: float = 0.0) -> None:
     """Raise RunError if a watched node has left the cluster or leaves it within ``patience_s``."""
     deadline = time.monotonic() + patience_s
     while _watched:
-        lost = _watched.keys() - {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        lost = _watched.keys() - live_nodes().keys()
         if lost:
             names = ", ".join(sorted(_watched[node] for node in lost))
             raise InfrastructureFailed(f"{what}: node {names} is no longer in the cluster{START_AGAIN}")

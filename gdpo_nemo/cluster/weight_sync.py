@@ -21,8 +21,8 @@ between.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Sequence
 
 import numpy as np
 
@@ -178,10 +178,10 @@ class SyncCheck:
         sampling = Sampling(1.0, 1.0, -1, max(1, min(_SAMPLED, room // 3)))
         requests = [SampleRequest(prompt, seed) for seed, prompt in enumerate(shortened)]
         completions = fleet.generate(requests, sampling, engine=0).completions
-        continuations = [completion.token_ids for completion in completions]
         rng = np.random.default_rng(0)
         sequences = []
-        for prompt, sampled in zip(shortened, continuations):
+        for prompt, continuation in zip(shortened, completions):
+            sampled = continuation.token_ids
             uniform = rng.integers(0, vocabulary, min(_UNIFORM, room - len(prompt) - len(sampled))).astype(np.int32)
             completion = np.concatenate([sampled, uniform])
             sequences.append(TrainSequence(prompt, completion, np.zeros(len(completion), np.float32)))
@@ -194,20 +194,25 @@ class SyncCheck:
     def _record_routing(self, fleet: EngineFleet, engine: int) -> None:
         """Give the sequences the experts that an engine chooses with its current weights."""
         if self._replays:
-            requests = [SampleRequest(np.concatenate([s.prompt_ids, s.completion_ids]), 0) for s in self.sequences]
+            requests = [SampleRequest(token_ids, 0) for token_ids in self._token_ids()]
             found = fleet.generate(requests, Sampling(1.0, 1.0, -1, 1), engine=engine).completions
-            self.sequences = [
-                replace(s, routing=None if c.routing is None else c.routing[: len(s)])
-                for s, c in zip(self.sequences, found)
-            ]
+            routed = []
+            for sequence, completion in zip(self.sequences, found):
+                # The engine also sampled a token, which is not part of the sequence.
+                routing = None if completion.routing is None else completion.routing[: len(sequence)]
+                routed.append(replace(sequence, routing=routing))
+            self.sequences = routed
 
     def by_engines(self, fleet: EngineFleet) -> dict[int, np.ndarray]:
         """Return the engines' log-probs of all completion tokens, float32 [tokens], by engine number."""
-        token_ids = [np.concatenate([s.prompt_ids, s.completion_ids]) for s in self.sequences]
-        return {
-            engine: np.concatenate([values[-len(s.completion_ids) :] for s, values in zip(self.sequences, scores)])
-            for engine, scores in fleet.score(token_ids).items()
-        }
+        found = {}
+        for engine, scores in fleet.score(self._token_ids()).items():
+            of_completions = [values[-len(s.completion_ids) :] for s, values in zip(self.sequences, scores)]
+            found[engine] = np.concatenate(of_completions)
+        return found
+
+    def _token_ids(self) -> list[np.ndarray]:
+        return [np.concatenate([s.prompt_ids, s.completion_ids]) for s in self.sequences]
 
     def by_policy(self, policy: PolicyGroup) -> np.ndarray:
         """Return the policy's log-probs of all completion tokens, float32 [tokens], at the engines' temperature 1."""

@@ -9,8 +9,8 @@ import contextlib
 import fcntl
 import os
 import tempfile
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Collection, Iterator
 
 from gdpo_nemo.cluster.cleanup_process import OWNER, CleanupProcess, inode_of, remove_run
 from gdpo_nemo.cluster.fork_server import fork_server

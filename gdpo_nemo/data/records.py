@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -157,8 +158,13 @@ class Group:
     """
 
 
-_NOT_PACKED = ("prompt", "trainer_state", "completion_ids", "logprobs")
-_PACKED = tuple(f for f in fields(Trajectory) if f.name not in _NOT_PACKED)
+def trajectories_of(groups: Iterable[Group]) -> list[Trajectory]:
+    """Return the trajectories of all groups, in group order."""
+    return list(chain.from_iterable(group.trajectories for group in groups))
+
+
+_OF_TOKENS = ("completion_ids", "logprobs")
+_PACKED = tuple(f for f in fields(Trajectory) if f.name not in ("prompt", "trainer_state", *_OF_TOKENS))
 _DEFAULTS = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in _PACKED}
 _DICTS = [name for name, default in _DEFAULTS.items() if isinstance(default, dict)]
 

@@ -10,8 +10,9 @@ import re
 import signal
 import stat
 import time
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from gdpo_nemo.utils.errors import EngineFailed, GdpoError, first_line
 
@@ -115,11 +116,14 @@ def _free_bytes() -> list[int]:
     try:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         names = visible.split(",") if visible else [str(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        handles = [
-            pynvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(name)
-            for name in names
-        ]
-        return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).free) for handle in handles]
+        free = []
+        for name in names:
+            if name.isdigit():
+                handle = pynvml.nvmlDeviceGetHandleByIndex(int(name))
+            else:
+                handle = pynvml.nvmlDeviceGetHandleByUUID(name)
+            free.append(int(pynvml.nvmlDeviceGetMemoryInfo(handle).free))
+        return free
     finally:
         pynvml.nvmlShutdown()
 

@@ -8,9 +8,11 @@ import json
 import os
 import pickle
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Collection, Iterable, NamedTuple, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -42,18 +44,27 @@ not share a prompt of 49 tokens. vLLM's CPU attention requires at least 32.
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Arguments of ``Engine``. The docstring of ``Engine`` describes the arguments."""
+    """Settings of an engine."""
 
     model: str
+    """Hugging Face folder."""
     config: VllmConfig
     dtype: str
+    """float32 or bfloat16."""
     max_model_len: int
+    """Maximum length of prompt plus completion in tokens."""
     seed: int
+    """vLLM's seed for requests without a seed."""
     on_cpu: bool
+    """True to run vLLM's CPU build."""
     sleeps: bool = False
-    targets: Sequence[str] = field(default=())
+    """True to let ``Engine.sleep`` release GPU memory. On a CPU, ``sleep`` never releases memory."""
+    targets: Sequence[str] = ()
+    """``policy.lora.target_modules``. An update of LoRA adapters must contain these layers."""
     records_routing: bool = False
+    """True to return the experts that the model chose (``Completion.routing``)."""
     tokenizer: str | None = None
+    """Folder or hub name of the tokenizer. None uses the tokenizer in the model folder."""
 
 
 class Load(NamedTuple):
@@ -154,9 +165,10 @@ class VllmCore:
 
     def abort(self, names: Collection[str]) -> int:
         """Drop requests. Return the number of tokens that these requests have sampled."""
-        sampled = sum(
-            state.detokenizer.num_output_tokens() for state in self._states() if state.external_req_id in names
-        )
+        sampled = 0
+        for state in self._states():
+            if state.external_req_id in names:
+                sampled += state.detokenizer.num_output_tokens()
         self._engine.abort_request(list(names))
         for name in names:
             self._internal_names.pop(name, None)
@@ -221,28 +233,28 @@ class VllmCore:
     def drawn(self, name: str) -> list[int]:
         """Return the tokens that an unfinished request has sampled so far. The result is empty if the request is
         unknown or not started."""
-        states = (state for state in self._states() if state.external_req_id == name)
-        return [token for state in states for token in state.detokenizer.output_token_ids]
+        for state in self._states():
+            if state.external_req_id == name:
+                return list(state.detokenizer.output_token_ids)
+        return []
 
     def _states(self) -> Any:
         return self._engine.output_processor.request_states.values()
 
     def load(self) -> Load:
         """Count the unfinished requests and their tokens."""
-        lengths = [
-            (state.prompt_len, state.detokenizer.num_output_tokens())
-            for state in self._states()
-            if state.weight_version_starts
-        ]
         cache = self._engine.vllm_config.cache_config
-        blocks = sum(-(-(prompt + sampled) // cache.block_size) for prompt, sampled in lengths)
-        return Load(
-            running=len(lengths),
-            waiting=self._engine.get_num_unfinished_requests() - len(lengths),
-            kv_used=min(1.0, blocks / cache.num_gpu_blocks),
-            tokens=sum(sampled for _, sampled in lengths),
-            context=sum(prompt + sampled for prompt, sampled in lengths),
-        )
+        running = blocks = tokens = context = 0
+        for state in self._states():
+            if state.weight_version_starts:
+                sampled = state.detokenizer.num_output_tokens()
+                length = state.prompt_len + sampled
+                running += 1
+                tokens += sampled
+                context += length
+                blocks += -(-length // cache.block_size)
+        waiting = self._engine.get_num_unfinished_requests() - running
+        return Load(running, waiting, min(1.0, blocks / cache.num_gpu_blocks), tokens, context)
 
     def sleep(self) -> None:
         """Release weights, KV cache and cached prefixes (vLLM's sleep level 2). Afterwards, an update must provide the
@@ -260,7 +272,7 @@ class VllmCore:
         names: list[str] = self._weights
         if manifest.adapters is not None:
             modules = modules_of(self._weights, self._targets)
-            names = [peft_name(module, letter) for module in modules for letter in "AB"]
+            names = [peft_name(module, letter) for module, letter in product(modules, "AB")]
         manifest.check_names(names)
 
     def update(self, manifest: Manifest, receiver: Receiver, data: Sequence[Any], keep: bool) -> None:

@@ -8,8 +8,10 @@ with no earlier turn, and the turn begins a new context of the trajectory (``dat
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Mapping, Protocol, Sequence
+from itertools import batched, product, starmap
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from gdpo_nemo.data.records import Outcome, Prompt, Trajectory
 from gdpo_nemo.environments.server_replies import Failure, FailureKind, printable
 from gdpo_nemo.rollouts.context import RolloutContext, Transcript
 from gdpo_nemo.rollouts.endpoint.conversations import History, Turn
+from gdpo_nemo.rollouts.endpoint.requests import are_token_ids
 from gdpo_nemo.rollouts.endpoint.service import Service
 from gdpo_nemo.utils.errors import RunError
 
@@ -65,13 +68,13 @@ def play_with_agents(
     if context.endpoint is None:
         raise RunError("rollout.endpoint.enabled: must be true, because agents require it")
     service = context.endpoint.service
-    requested = [(prompt, j) for prompt in prompts for j in range(context.samples)]
+    transcripts = list(starmap(Transcript, product(prompts, range(context.samples))))
     settings = {"temperature": context.sampling.temperature, "top_p": context.sampling.top_p}
     with service.phase(context.sampling, context.seed(0, 0, 0)):
-        episodes = environment.play([prompt for prompt, _ in requested], settings)
+        episodes = environment.play([t.prompt for t in transcripts], settings)
         if service.failure is not None:
             raise service.failure
-        transcripts = [Transcript(prompt, j) for prompt, j in requested]
+        # All turns are claimed before the rewards are set, because a turn in several episodes fails in each of them.
         claims = [_turns(t, result, service) for t, result in zip(transcripts, episodes)]
         for t, result, turns in zip(transcripts, episodes, claims):
             _finish(t, result, turns)
@@ -80,7 +83,7 @@ def play_with_agents(
         if t.turns:
             t.prompt = replace(t.prompt, text=context.conversation.text(t.prompt.token_ids))
     finished = [t.trajectory(context.conversation, version) for t in transcripts]
-    return [finished[i : i + context.samples] for i in range(0, len(finished), context.samples)]
+    return list(map(list, batched(finished, context.samples)))
 
 
 def _turns(t: Transcript, result: AgentEpisode | Failure, service: Service) -> list[Turn]:
@@ -139,7 +142,8 @@ def follow(t: Transcript, response: Mapping[str, Any], history: History) -> list
     for item in output:
         if not isinstance(item, Mapping) or not item.get("generation_token_ids"):
             continue
-        prompt, generated = (_ids(item.get(key)) for key in ("prompt_token_ids", "generation_token_ids"))
+        prompt = _ids(item.get("prompt_token_ids"))
+        generated = _ids(item.get("generation_token_ids"))
         turn = history.turn(np.concatenate([prompt, generated]))
         if turn is None and history.forgotten:
             raise RunError(
@@ -189,7 +193,6 @@ def _reason(response: Mapping[str, Any]) -> str:
 
 
 def _ids(value: Any) -> np.ndarray:
-    is_short_list = isinstance(value, list) and len(value) <= _MAX_TOKENS
-    if not is_short_list or not all(type(token) is int and 0 <= token < 2**31 for token in value):
+    if not are_token_ids(value, _MAX_TOKENS):
         raise BrokenEpisode("bad_reply: token ids are not a list of integers")
     return np.array(value, np.int32)

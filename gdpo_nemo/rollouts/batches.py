@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Iterable, Mapping, Protocol, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from gdpo_nemo.config.layout import prompts_per_round
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.prompts import PromptSource, with_unique_ids
-from gdpo_nemo.data.records import Group, Outcome, Prompt, TrainerState, Trajectory
+from gdpo_nemo.data.records import Group, Outcome, Prompt, TrainerState, Trajectory, trajectories_of
 from gdpo_nemo.environments.execution.pools import EnvironmentExecutor
 from gdpo_nemo.generation.requests import Completion
 from gdpo_nemo.observe.journal import JournalEntry, read_journal, sample_hash
@@ -50,7 +51,7 @@ class Rollout:
     @property
     def trajectories(self) -> list[Trajectory]:
         """All trajectories, in group order."""
-        return [t for group in self.groups for t in group.trajectories]
+        return trajectories_of(self.groups)
 
 
 def make_prompt_ids_unique(groups: Sequence[Group]) -> None:
@@ -127,12 +128,12 @@ def apply_verdicts(
         trajectory.trainer_state = state
     for trajectory, verdict in zip(trajectories, pool.verify(trajectories)):
         trajectory.rewards = dict(verdict.rewards)
-        trajectory.turn_rewards = tuple(dict(rewards) for rewards in verdict.turn_rewards)
+        trajectory.turn_rewards = tuple(map(dict, verdict.turn_rewards))
         if replies is not None:
-            trajectory.reward_tokens = {
-                name: replies.token_ranges(trajectory.completion_ids, trajectory.text, spans)
-                for name, spans in verdict.reward_spans.items()
-            }
+            trajectory.reward_tokens = {}
+            for name, spans in verdict.reward_spans.items():
+                tokens = replies.token_ranges(trajectory.completion_ids, trajectory.text, spans)
+                trajectory.reward_tokens[name] = tokens
         trajectory.detail = verdict.detail
         trajectory.extra = dict(verdict.extra)
         trajectory.metrics = dict(verdict.metrics)
@@ -215,36 +216,15 @@ class PromptBatch:
     spans: list[Span] = field(default_factory=list)
 
 
-class PromptStream:
-    """Source of training prompts, in order, for an algorithm that does not sample.
-
-    Args:
-        position: number of prompts that earlier steps used: 0 for a new run, otherwise the value in the checkpoint.
-    """
-
-    def __init__(self, config: Config, prompts: PromptSource, position: int):
-        self._count = prompts_per_round(config.gdpo)
-        self._prompts = prompts
-        self._position = position
-
-    def progress(self) -> str:
-        """Return an empty string. Batches are prepared almost instantly, so progress is not displayed."""
-        return ""
+class ImmediateStream:
+    """Base class of streams whose batches are prepared almost instantly, so that no work is in flight."""
 
     def schedule(self, step: int) -> None:
         """Do nothing, because no batch is prepared in advance."""
 
-    def get_batch(self, step: int) -> PromptBatch:
-        """Return the next prompts."""
-        prompts = self._prompts.batch(self._position, self._count)
-        self._position += self._count
-        return PromptBatch(prompts, self._position)
-
-    def evaluate(self, prompts: Sequence[Prompt]) -> Future[Sequence[Prompt]]:
-        """Return the prompts unchanged."""
-        done: Future[Sequence[Prompt]] = Future()
-        done.set_result(prompts)
-        return done
+    def progress(self) -> str:
+        """Return an empty string, so that progress is not displayed."""
+        return ""
 
     def queues(self) -> dict[str, Any]:
         """Return an empty dictionary, because no work is in flight."""
@@ -262,7 +242,32 @@ class PromptStream:
         """Do nothing, because no work is in flight."""
 
 
-class RecordedStream:
+class PromptStream(ImmediateStream):
+    """Source of training prompts, in order, for an algorithm that does not sample.
+
+    Args:
+        position: number of prompts that earlier steps used: 0 for a new run, otherwise the value in the checkpoint.
+    """
+
+    def __init__(self, config: Config, prompts: PromptSource, position: int):
+        self._count = prompts_per_round(config.gdpo)
+        self._prompts = prompts
+        self._position = position
+
+    def get_batch(self, step: int) -> PromptBatch:
+        """Return the next prompts."""
+        prompts = self._prompts.batch(self._position, self._count)
+        self._position += self._count
+        return PromptBatch(prompts, self._position)
+
+    def evaluate(self, prompts: Sequence[Prompt]) -> Future[Sequence[Prompt]]:
+        """Return the prompts unchanged."""
+        done: Future[Sequence[Prompt]] = Future()
+        done.set_result(prompts)
+        return done
+
+
+class RecordedStream(ImmediateStream):
     """Source of the recorded batches of a run. A replay uses this source instead of engines and environments.
 
     Sample files contain neither ``Prompt.fields`` nor ``Trajectory.metrics``, so both fields are empty here.
@@ -274,9 +279,6 @@ class RecordedStream:
     def __init__(self, run_dir: Path, entries: Iterable[JournalEntry]):
         self._entries = {entry.step: entry for entry in entries}
         self._files = dict(rollout_files(run_dir))
-
-    def schedule(self, version: int) -> None:
-        """Do nothing, because no batch is prepared in advance."""
 
     def get_batch(self, step: int) -> Rollout:
         """Return the recorded batch of step number ``step``, counted from 0.
@@ -293,25 +295,6 @@ class RecordedStream:
     def evaluate(self, prompts: Sequence[Prompt]) -> Future[Any]:
         """Raise RunError, because a replay does not sample."""
         raise RunError("a replay has no engines to validate with")
-
-    def ledger(self) -> dict[str, Any]:
-        """Return an empty dictionary, because a replay has no outstanding prompts."""
-        return {}
-
-    def progress(self) -> str:
-        """Return an empty string. Batches are prepared almost instantly, so progress is not displayed."""
-        return ""
-
-    def queues(self) -> dict[str, Any]:
-        """Return an empty dictionary, because no work is in flight."""
-        return {}
-
-    def take_events(self) -> list[str]:
-        """Return an empty list, because a replay has no events."""
-        return []
-
-    def close(self) -> None:
-        """Do nothing, because no work is in flight."""
 
 
 def read_trained_groups(run_dir: Path, step: int, positions: Sequence[int]) -> list[Group]:
@@ -356,9 +339,10 @@ def recorded_groups(entry: JournalEntry, records: Sequence[Mapping[str, Any]], n
     Raises:
         RunError: if the samples do not match the journal, or a sample is damaged.
     """
-    sample_keys = [
-        (record.get("prompt_id"), record.get("sample_index")) for record in records if isinstance(record, Mapping)
-    ]
+    sample_keys = []
+    for record in records:
+        if isinstance(record, Mapping):
+            sample_keys.append((record.get("prompt_id"), record.get("sample_index")))
     if entry.samples != sample_keys:
         raise RunError(f"{name}: does not contain the samples that journal.jsonl lists for step {entry.step}")
     remaining = iter(records)
@@ -410,6 +394,9 @@ def _trajectory(prompt: Prompt, record: Mapping[str, Any], spans: Sequence[tuple
     # The file contains None for environment tokens, because JSON does not support NaN. NumPy converts None back to NaN.
     logprobs = np.array(record["logprobs"], np.float32)
     mask = None if record.get("loss_mask") is None else np.array(record["loss_mask"], bool)
+    reward_tokens = {}
+    for name, ranges in record.get("reward_tokens", {}).items():
+        reward_tokens[name] = tuple((start, end) for start, end in ranges)
     trajectory = Trajectory(
         prompt=prompt,
         sample_index=record["sample_index"],
@@ -425,12 +412,9 @@ def _trajectory(prompt: Prompt, record: Mapping[str, Any], spans: Sequence[tuple
         turns=record.get("turns", 1),
         turn_tokens=tuple(record.get("turn_tokens", ())),
         thinking_tokens=record.get("thinking_tokens", 0),
-        turn_rewards=tuple(dict(rewards) for rewards in record.get("turn_rewards", ())),
+        turn_rewards=tuple(map(dict, record.get("turn_rewards", ()))),
         turn_parents=tuple(record.get("turn_parents", ())),
-        reward_tokens={
-            name: tuple((start, end) for start, end in ranges)
-            for name, ranges in record.get("reward_tokens", {}).items()
-        },
+        reward_tokens=reward_tokens,
         spans=tuple(spans),
         routing=_routing(len(prompt.token_ids) + len(ids), record.get("routing")),
     )

@@ -16,8 +16,9 @@ arguments and weights must give equal results. Otherwise, a resumed run differs 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Callable, Mapping, Protocol, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -138,7 +139,7 @@ class Transcript:
     @property
     def mask(self) -> np.ndarray:
         """True for each token of ``ids`` that the policy wrote. Shape: bool [tokens]."""
-        return np.repeat(np.array(self._is_policy, bool), [len(piece) for piece in self._ids])
+        return np.repeat(np.array(self._is_policy, bool), list(map(len, self._ids)))
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -225,8 +226,12 @@ class Transcript:
         path = path_to(turn, self._parents)
         starts = [0, *self._turn_ends]
         self._follows = turn
-        self._context = [ids for k in path for ids in self._ids[starts[k] : starts[k + 1]]]
-        self._context_rows = [rows for k in path for rows in self._rows[starts[k] : starts[k + 1]]]
+        self._context = []
+        self._context_rows = []
+        for k in path:
+            arrays = slice(starts[k], starts[k + 1])
+            self._context += self._ids[arrays]
+            self._context_rows += self._rows[arrays]
         self._has_prompt = path[0] == 0
         self._length = sum(map(len, self._context))
 
@@ -276,7 +281,10 @@ class Transcript:
             raise ValueError(f"step_rewards has {len(steps)} entries, but the policy took {self.turns} turns")
         self.rewards = dict(rewards)
         self._turn_rewards = {turn: dict(earned) for turn, earned in enumerate(steps)}
-        for name in dict.fromkeys(name for earned in steps for name, value in earned.items() if value is not None):
+        names: dict[str, None] = {}
+        for earned in steps:
+            names |= dict.fromkeys(name for name, value in earned.items() if value is not None)
+        for name in names:
             values = [earned.get(name) or 0.0 for earned in steps]
             total = self.rewards.get(name)
             if total is None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,7 +18,8 @@ from gdpo_nemo.config.algorithm_choice import old_logprobs_source
 from gdpo_nemo.config.schema import Config, GdpoConfig
 from gdpo_nemo.data.contexts import contexts_of
 from gdpo_nemo.data.packing import TrainSequence
-from gdpo_nemo.data.records import Group, Outcome, Trajectory
+from gdpo_nemo.data.records import Group, Outcome, Trajectory, trajectories_of
+from gdpo_nemo.rollouts.metrics import reward_names
 from gdpo_nemo.rollouts.user_functions import CustomFunctions, load_estimator, load_shaping_rules
 from gdpo_nemo.utils.errors import RunError, first_line
 
@@ -46,10 +48,10 @@ def reward_columns(
         functions: the run's custom functions, for the one call per step that may change their state.
     """
     rules = config.gdpo.shaping
-    columns = {
-        name: np.array([_number(t.rewards.get(name)) for t in trajectories], np.float64)
-        for name in _component_names(trajectories, config.gdpo)
-    }
+    columns = {}
+    for name in _component_names(trajectories, config.gdpo):
+        # NumPy converts None, a component that does not apply, to NaN.
+        columns[name] = np.array([t.rewards.get(name) for t in trajectories], np.float64)
     if not rules:
         return columns
     shaped: dict[str, np.ndarray] = apply_shaping(
@@ -65,7 +67,7 @@ def reward_columns(
 
 
 def _component_names(trajectories: Sequence[Trajectory], gdpo: GdpoConfig) -> list[str]:
-    given = dict.fromkeys(name for t in trajectories for name in t.rewards)
+    given = reward_names(trajectories)
     # Components that a shaping rule creates are omitted, because a column of NaN would make the result of the rule NaN.
     created = {rule["component"] for rule in gdpo.shaping if creates(rule)}
     names = [*(name for name in gdpo.rewards if name in given or name not in created), *given]
@@ -91,19 +93,26 @@ def advantages_of(
     Raises:
         RunError: if no trajectory has a reward with a weight, or a custom estimator fails or returns non-finite values.
     """
-    trajectories = [t for group in groups for t in group.trajectories]
+    trajectories = trajectories_of(groups)
     ids = np.repeat(_group_ids(groups, config.gdpo.group_by), [len(group.trajectories) for group in groups])
     valid = np.array([t.trains for t in trajectories])
     if config.gdpo.credit == "turn":
         rows = turn_rows(trajectories, _component_names(trajectories, config.gdpo), config.gdpo.discount)
         turn_ids = rows.ids(ids, config.gdpo.turn_baseline)
         of_turns = _compute(
-            lambda: rows.columns, turn_ids, valid[rows.trajectory], rows.tokens, config, None, functions,
+            lambda: rows.columns,
+            turn_ids,
+            valid[rows.trajectory],
+            rows.tokens,
+            config,
+            functions,
             trajectory_ids=rows.trajectory if config.gdpo.turn_baseline == "group" else None,
-        )  # fmt: skip
+        )
         return TurnAdvantages(rows, of_turns, reward_columns(trajectories, config, functions), valid)
     lengths = np.array([t.num_policy_tokens for t in trajectories])
-    return _compute(lambda: reward_columns(trajectories, config, functions), ids, valid, lengths, config, kl, functions)
+    return _compute(
+        lambda: reward_columns(trajectories, config, functions), ids, valid, lengths, config, functions, kl=kl
+    )
 
 
 def _compute(
@@ -112,11 +121,15 @@ def _compute(
     valid: np.ndarray,
     lengths: np.ndarray,
     config: Config,
-    kl: np.ndarray | None,
     functions: CustomFunctions | None,
+    *,
+    kl: np.ndarray | None = None,
     trajectory_ids: np.ndarray | None = None,
 ) -> Advantages:
     """Call ``compute_advantages`` with the config's settings, for trajectories or turns.
+
+    Args:
+        rewards: function that returns the columns, called here because a shaping rule may raise ValueError.
 
     Raises:
         RunError: if the rewards are invalid or the estimator fails.
@@ -166,12 +179,12 @@ def log_ratios(trajectories: Sequence[Trajectory], reference: Sequence[np.ndarra
     likely under the sampler than under the reference. The sum is NaN if no token has both log-probs. Shape: float64
     [trajectories].
     """
-    gaps = [t.where_written(t.logprobs - r).astype(np.float64) for t, r in zip(trajectories, reference, strict=True)]
-    return np.array([np.nan if np.isnan(gap).all() else np.nansum(gap) for gap in gaps])
-
-
-def _number(value: float | None) -> float:
-    return np.nan if value is None else float(value)
+    sums = []
+    for trajectory, logprobs in zip(trajectories, reference, strict=True):
+        gap = trajectory.where_written(trajectory.logprobs - logprobs).astype(np.float64)
+        # The nansum of only NaN is 0, which would count as a trajectory without divergence.
+        sums.append(np.nan if np.isnan(gap).all() else np.nansum(gap))
+    return np.array(sums)
 
 
 def updates_of(
@@ -222,12 +235,16 @@ def choose_by_covariance(
     Returns:
         Fraction of the trained tokens that is selected.
     """
-    written = [np.ones(len(s.completion_ids), bool) if s.loss_mask is None else s.loss_mask for s in update]
-    trained = [mask if s.weight else np.zeros_like(mask) for s, mask in zip(update, written)]
-    values, advantages, old = (
-        np.concatenate([part[mask] for part, mask in zip(parts, trained)]).astype(np.float64)
-        for parts in (now, [s.token_advantages() for s in update], _old_logprobs(update, now))
-    )
+    trained = []
+    columns = []
+    for sequence, logprobs in zip(update, now):
+        written = sequence.loss_mask
+        mask = np.full(len(sequence.completion_ids), bool(sequence.weight))
+        trained.append(mask if written is None else mask & written)
+        # Without old log-probs, the weights that the update starts from are the old policy, so the ratio is 1.
+        old = logprobs if sequence.old_logprobs is None else sequence.old_logprobs
+        columns.append(np.stack([logprobs, sequence.token_advantages(), old])[:, trained[-1]])
+    values, advantages, old = np.concatenate(columns, axis=1).astype(np.float64)
     if loss.type == "kl_cov":
         chosen = kl_cov(values, advantages, ratio=loss.kl_cov_ratio)
     else:
@@ -247,12 +264,6 @@ def choose_by_covariance(
         else:
             sequence.advantage = np.where(selected, np.float32(0), sequence.token_advantages())
     return float(chosen.mean()) if len(chosen) else 0.0
-
-
-def _old_logprobs(update: Sequence[TrainSequence], now: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the old log-probs of each sequence. For a sequence without old log-probs, return the log-probs in
-    ``now``."""
-    return [values if s.old_logprobs is None else s.old_logprobs for s, values in zip(update, now)]
 
 
 def token_staleness(trajectory: Trajectory, version: int) -> np.ndarray:
@@ -295,10 +306,11 @@ def _weighted(
     """Convert the trajectories of an update, whose first trajectory has the number ``start`` in its step."""
     loss = config.loss_fn
     weights = token_weights(
-        [t.num_policy_tokens if keep else 0 for t, keep in zip(trajectories, trained)],
+        [t.num_policy_tokens * bool(keep) for t, keep in zip(trajectories, trained)],
         loss.aggregation,
         constant_length=loss.constant_length or longest_completion(config),
     )
+    # Otherwise the trainer computes the old log-probs before the first update of the step.
     from_sampler = old_logprobs_source(config) == "sampler"
     sequences = []
     for number, (t, a, w, keep) in enumerate(zip(trajectories, advantages, weights, trained), start):
@@ -389,6 +401,7 @@ class TurnRows:
         """
         of_group = groups[self.trajectory]
         if baseline == "turn":
+            # The factor exceeds every turn index, so different pairs of group and turn get different ids.
             of_group = of_group * (int(self.turn.max()) + 1) + self.turn
         return np.asarray(of_group)
 
@@ -396,15 +409,15 @@ class TurnRows:
 def turn_rows(trajectories: Sequence[Trajectory], names: Iterable[str], discount: float) -> TurnRows:
     """Return the turns of ``trajectories``, with the discounted returns of the components ``names``."""
     tokens = [t.turn_tokens or (t.num_policy_tokens,) for t in trajectories]
-    counts = np.array([len(turns) for turns in tokens], np.int64)
+    counts = list(map(len, tokens))
+    columns = {}
+    for name in names:
+        columns[name] = np.concatenate([_returns(t, name, count, discount) for t, count in zip(trajectories, counts)])
     return TurnRows(
         trajectory=np.repeat(np.arange(len(trajectories)), counts),
-        turn=np.concatenate([np.arange(count) for count in counts]),
-        tokens=np.concatenate([np.array(turns, np.int64) for turns in tokens]),
-        columns={
-            name: np.concatenate([_returns(t, name, int(n), discount) for t, n in zip(trajectories, counts)])
-            for name in names
-        },
+        turn=np.concatenate(list(map(np.arange, counts))),
+        tokens=np.array(list(chain.from_iterable(tokens)), np.int64),
+        columns=columns,
     )
 
 
@@ -472,6 +485,7 @@ class TurnAdvantages:
     @cached_property
     def by_turn(self) -> list[np.ndarray]:
         """Advantages of the turns of each trajectory. Shape: float64 [turns]."""
+        # Every trajectory has at least one turn, so each 0 begins a trajectory.
         starts = np.flatnonzero(self.rows.turn == 0)[1:]
         return np.split(self.of_turns.values.numpy(), starts)
 
@@ -481,9 +495,10 @@ class TurnAdvantages:
         The value is a single number for a trajectory with one turn, otherwise float32 [completion tokens]. Tokens that
         the policy did not write have advantage 0.
         """
-        return [
-            float(values[0]) if len(values) == 1 else spread(t, values) for t, values in zip(trajectories, self.by_turn)
-        ]
+        found: list[float | np.ndarray] = []
+        for trajectory, values in zip(trajectories, self.by_turn):
+            found.append(float(values[0]) if len(values) == 1 else spread(trajectory, values))
+        return found
 
     @cached_property
     def diagnostics(self) -> Diagnostics:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Callable, Sequence, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.conversation import Conversation
@@ -140,6 +141,7 @@ class RolloutRunner:
         Raises:
             RunError: if a function raises an exception or returns an invalid result, or the engines failed permanently.
         """
+        # By id, because a function may be an object that cannot be hashed.
         parts: dict[int, tuple[RolloutFunction, list[int]]] = {}
         for index, prompt in enumerate(prompts):
             function = self._function(prompt)

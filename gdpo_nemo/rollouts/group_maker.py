@@ -6,10 +6,12 @@ import asyncio
 import copy
 import threading
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Callable, Sequence, TypeVar
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -110,11 +112,14 @@ def rollout_of(made: Sequence[MadeGroup]) -> Rollout:
     started = min(m.started for m in made)
     sampled = max(m.sampled for m in made)
     verified = max(m.verified for m in made)
-    spans: list[Span] = [
-        ("rollouts" if m.engine is None else f"engine {m.engine}", f"group {m.group.position}", m.started, m.sampled)
-        for m in made[:_MAX_SPANS]
-    ]
-    spans += [("verify", f"group {m.group.position}", m.sampled, m.verified) for m in made[:_MAX_SPANS]]
+    sampling: list[Span] = []
+    verification: list[Span] = []
+    for m in made[:_MAX_SPANS]:
+        row = "rollouts" if m.engine is None else f"engine {m.engine}"
+        name = f"group {m.group.position}"
+        sampling.append((row, name, m.started, m.sampled))
+        verification.append(("verify", name, m.sampled, m.verified))
+    spans = sampling + verification
     return Rollout([m.group for m in made], 0, sampled - started, max(0.0, verified - sampled), spans=spans)
 
 
@@ -129,9 +134,11 @@ class GroupMaker:
         # Copy the tokenizer, because threads decode texts while other code may change the padding of the run's
         # tokenizer.
         self._replies = reply_parser(config, copy.deepcopy(tokenizer))
-        self._by_sample = {
-            name for name, options in config.env.items() if verifies_by_sample(name, dict(options or {}))
-        }
+        self._by_sample = set()
+        """Environments that verify each sample as soon as it is complete."""
+        for name, options in config.env.items():
+            if verifies_by_sample(name, dict(options or {})):
+                self._by_sample.add(name)
         has_deadline = config.rollout.group_timeout_s is not None
         self._reports_groups = engines_report_groups(config.policy.generation) and not has_deadline
 
@@ -196,18 +203,21 @@ class GroupMaker:
         call = partial(self._runner.call, [job.prompt for job in jobs], settings, sampler)
         made = await call_within(self._config.rollout.group_timeout_s, call, sampler)
         if made is None:
-            made = [[self._timed_out(job, j, version) for j in range(job.samples)] for job in jobs]
+            made = []
+            for job in jobs:
+                made.append([self._timed_out(job, j, version) for j in range(job.samples)])
         done = time.time()
         if first.tally:
             first.tally.samples.done += sum(job.samples for job in jobs)
-        await self._verify([t for group in made for t in group], first.state, decoded=True)
+        await self._verify(list(chain.from_iterable(made)), first.state, decoded=True)
         now = time.time()
         if first.tally:
             first.tally.groups.done += len(jobs)
-        return [
-            MadeGroup(Group(job.prompt, group, job.position), job.engine, started, done, now)
-            for job, group in zip(jobs, made)
-        ]
+        groups = []
+        for job, trajectories in zip(jobs, made):
+            group = Group(job.prompt, trajectories, job.position)
+            groups.append(MadeGroup(group, job.engine, started, done, now))
+        return groups
 
     async def _within_timeout(self, tasks: Sequence[asyncio.Task[Trajectory]], job: GroupJob) -> list[Trajectory]:
         """Wait for the trajectories until the group timeout. Unfinished trajectories are aborted."""

@@ -9,15 +9,15 @@ every reward is a signal.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Iterable, Sequence
 
 import numpy as np
 
 from gdpo_nemo.algorithms.settings import PRESETS, Settings
 from gdpo_nemo.config.rollout_checks import valid_needed
 from gdpo_nemo.config.schema import Config, GdpoConfig
-from gdpo_nemo.data.records import Group, Prompt
+from gdpo_nemo.data.records import Group, Prompt, trajectories_of
 from gdpo_nemo.rollouts.credit import advantages_of, reward_columns
 from gdpo_nemo.rollouts.group_maker import MadeGroup
 from gdpo_nemo.rollouts.ledger import LATE, NO_SIGNAL
@@ -43,7 +43,7 @@ def has_signal(group: Group, config: Config, siblings: Sequence[Group] = ()) -> 
         gdpo = replace(gdpo, options={**gdpo.options, "missing": "exclude"})
     config = replace(config, gdpo=gdpo)
     groups = [group, *siblings]
-    samples = [t for member in groups for t in member.trajectories if t.trains]
+    samples = [t for t in trajectories_of(groups) if t.trains]
     columns = reward_columns(samples, config) if samples else {}
     if all(np.isnan(column).all() for name, column in columns.items() if gdpo.rewards.get(name)):
         return False
@@ -67,7 +67,7 @@ def part_with_signal(group: Group, config: Config, siblings: Sequence[Group] = (
     if not config.gdpo.dynamic_sampling.leave_one_out:
         return group if has_signal(group, config, siblings) else None
     members = [t for t in group.trajectories if t.trains]
-    others = [t for sibling in siblings for t in sibling.trajectories]
+    others = trajectories_of(siblings)
     selected = []
     for index, member in enumerate(members):
         compared = Group(group.prompt, [*members[:index], *members[index + 1 :], *others])

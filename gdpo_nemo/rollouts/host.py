@@ -15,9 +15,10 @@ import gc
 import math
 import os
 import socket
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Collection, Mapping, Sequence, cast
+from typing import Any, cast
 
 from gdpo_nemo.cluster.cleanup_process import guard_children
 from gdpo_nemo.cluster.engine_client import EngineClient

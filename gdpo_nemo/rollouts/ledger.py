@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Iterable, Mapping, Sequence
+from typing import Any
 
 from gdpo_nemo.config.rollout_checks import (
     admission_bound as admission_bound,
@@ -47,7 +48,7 @@ class LedgerState:
         if not saved:
             return cls(position)
         dropped = [(int(p), str(reason)) for p, reason in saved.get("dropped", ())]
-        return cls(int(saved["position"]), [int(p) for p in saved["retired"]], dropped)
+        return cls(int(saved["position"]), list(map(int, saved["retired"])), dropped)
 
 
 @dataclass
@@ -79,6 +80,7 @@ class Ledger:
         bound: int,
         window: int,
         start: LedgerState | None = None,
+        *,
         limit: int | None = None,
         updates: int = 0,
         late: int = 0,
@@ -114,6 +116,7 @@ class Ledger:
 
     def count(self, *stages: Stage) -> int:
         """Return the number of outstanding indices that are in one of ``stages``."""
+        # Copy the entries, because the status file asks from another thread.
         return sum(entry.stage in stages for entry in list(self._outstanding.values()))
 
     def admit(self, version: int, most: int | None = None) -> list[int]:
@@ -127,6 +130,8 @@ class Ledger:
         Returns:
             The admitted indices, in ascending order.
         """
+        # B assumes that the published weights lag by at most L updates. Every further update makes the tokens of a new
+        # group one version older, so the groups of these updates count as outstanding.
         room = self.bound - max(0, self.updates - version - self.late) * self.groups
         room = room if most is None else min(most, room)
         admitted = []
@@ -208,6 +213,7 @@ class Ledger:
     def state(self) -> LedgerState:
         """Return the state for a checkpoint. After a resume, outstanding indices are sampled again."""
         first = min(self._outstanding, default=self._next)
+        # Without outstanding indices, the next index may be one that was trained or dropped before a resume.
         while first in self._retired:
             first += 1
         return LedgerState(first, sorted(p for p in self._retired if p >= first), list(self.dropped))
@@ -252,12 +258,10 @@ class PromptTracker:
 
     def __init__(self, config: Config, at: RunPosition, load: Load):
         saved = at.ledger
-        step = at.step
-        limit = at.limit
         start = LedgerState.of(saved, at.position)
         exact = config.rollout.max_staleness == 0
-        self._limit = limit
-        self._step = step
+        self._limit = at.limit
+        self._step = at.step
         self._groups = config.gdpo.num_prompts_per_step
         self.ledger = Ledger(
             new_groups(config),
@@ -266,9 +270,9 @@ class PromptTracker:
             _UNBOUNDED if exact else resolved_bound(config),
             resolved_window(config.rollout),
             start,
-            limit,
-            step,
-            config.rollout.sync_every - 1,
+            limit=at.limit,
+            updates=at.step,
+            late=config.rollout.sync_every - 1,
         )
         self.consumed = start.position + len(start.retired)
         """Number of prompt indices whose groups were trained or dropped."""
@@ -316,9 +320,7 @@ class PromptTracker:
         self._buffered = self._buffer.state()
         selected = self._buffer.draw(self._reuse_count, self._step) if self._reuse_count else []
         # Copy the groups, because the groups of an earlier step may still be in the queue of the sample writer.
-        self.reused_groups = [
-            replace(group, trajectories=[replace(t) for t in group.trajectories]) for group in selected
-        ]
+        self.reused_groups = [replace(group, trajectories=list(map(replace, group.trajectories))) for group in selected]
 
     def admit(self, version: int, most: int) -> list[tuple[int, int]]:
         """Admit prompt indices as ``Ledger.admit`` does. Returns (prompt index, dataset row of its prompt) pairs."""

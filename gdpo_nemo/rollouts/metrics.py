@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 
 from gdpo_nemo.algorithms.diagnostics import mean_pass_at_k
-from gdpo_nemo.data.records import NOT_CONTIGUOUS, Group, Outcome, Trajectory, UpdateResult
+from gdpo_nemo.data.records import NOT_CONTIGUOUS, Group, Outcome, Trajectory, UpdateResult, trajectories_of
 from gdpo_nemo.utils.errors import RunError
 
 METRICS = {
@@ -204,6 +205,11 @@ METRICS = {
 }
 
 
+def reward_names(trajectories: Sequence[Trajectory]) -> dict[str, None]:
+    """Return the components for which a trajectory has a reward or None, in order of appearance."""
+    return dict.fromkeys(chain.from_iterable(t.rewards for t in trajectories))
+
+
 def rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
     """Return the metrics ``rollout/...`` and ``staleness/...`` of a step that starts from weights of ``version``."""
     tokens = sum(t.num_policy_tokens for t in trajectories)
@@ -236,13 +242,18 @@ def _duplicates(trajectories: Sequence[Trajectory]) -> float:
 
 def _token_ages(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
     """Return the distribution of policy tokens over staleness, and the mean number of versions per trajectory."""
-    spans = [t.spans or ((t.policy_version, t.num_policy_tokens),) for t in trajectories]
-    tokens: dict[int, int] = {}
-    for span_version, count in (span for trajectory_spans in spans for span in trajectory_spans):
-        tokens[version - span_version] = tokens.get(version - span_version, 0) + count
-    total = max(1, sum(tokens.values()))
-    shares = {f"staleness/tokens/{age}": tokens[age] / total for age in sorted(tokens)}
-    return {"rollout/versions": float(np.mean([len(trajectory_spans) for trajectory_spans in spans])), **shares}
+    versions = []
+    tokens: Counter[int] = Counter()
+    for trajectory in trajectories:
+        spans = trajectory.spans or ((trajectory.policy_version, trajectory.num_policy_tokens),)
+        versions.append(len(spans))
+        for span_version, count in spans:
+            tokens[version - span_version] += count
+    total = max(1, tokens.total())
+    row = {"rollout/versions": float(np.mean(versions))}
+    for age in sorted(tokens):
+        row[f"staleness/tokens/{age}"] = tokens[age] / total
+    return row
 
 
 def _turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -325,14 +336,18 @@ def validation_metrics(
         pass_at: values of k for pass@k.
         directions: result of ``component_weights.directions``.
     """
-    trajectories = [t for group in groups for t in group.trajectories]
+    trajectories = trajectories_of(groups)
     row: dict[str, float] = {}
-    for name in dict.fromkeys(name for t in trajectories for name in t.rewards):
-        rewards = [[t.rewards.get(name) for t in group.trajectories] for group in groups]
+    for name in reward_names(trajectories):
+        rewards = []
+        for group in groups:
+            rewards.append([t.rewards.get(name) for t in group.trajectories])
         row |= _component_metrics(name, rewards, pass_at, (directions or {}).get(name, 1))
     row["validation/mean_length"] = float(np.mean([t.num_policy_tokens for t in trajectories]))
     row["validation/env_failed"] = float(np.mean([not t.trains for t in trajectories]))
-    return row | {f"validation/{name}": value for name, value in logged_metrics(trajectories).items()}
+    for name, value in logged_metrics(trajectories).items():
+        row[f"validation/{name}"] = value
+    return row
 
 
 def update_metrics(results: Sequence[UpdateResult], on_policy: bool) -> dict[str, float]:  # noqa: C901
@@ -361,9 +376,8 @@ def update_metrics(results: Sequence[UpdateResult], on_policy: bool) -> dict[str
     for name in results[0].packing:
         row[f"packing/{name}"] = float(np.mean([r.packing[name] for r in results]))
     if results[0].skipped_sequences is not None:
-        row["rollout/skipped_zero_adv"] = sum(r.skipped_sequences or 0 for r in results) / sum(
-            r.sequences for r in results
-        )
+        skipped = sum(r.skipped_sequences or 0 for r in results)
+        row["rollout/skipped_zero_adv"] = skipped / sum(r.sequences for r in results)
     known = {
         "entropy": "policy/entropy",
         "clipped": "policy/clip_fraction",

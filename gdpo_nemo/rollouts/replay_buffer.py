@@ -10,8 +10,9 @@ references to the groups. On resume, the groups are read from the sample files o
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -31,14 +32,14 @@ def oldest_version(group: Group) -> int:
     Raises:
         ValueError: if no sample of the group can be trained.
     """
-    versions = [version for t in group.trajectories if t.trains for version in _versions(t.policy_version, t.spans)]
+    versions: list[int] = []
+    for trajectory in group.trajectories:
+        if trajectory.trains:
+            sampled = [version for version, tokens in trajectory.spans if tokens > 0]
+            versions += sampled or [trajectory.policy_version]
     if not versions:
         raise ValueError(f"group {group.prompt.id} has no trainable sample")
     return min(versions)
-
-
-def _versions(oldest: int, spans: Sequence[tuple[int, int]]) -> list[int]:
-    return [version for version, tokens in spans if tokens > 0] or [oldest]
 
 
 @dataclass
@@ -107,8 +108,8 @@ class ReplayBuffer:
         self._entries = {p: entry for p, entry in self._entries.items() if version - entry.oldest <= self.max_age}
         positions = sorted(self._entries)
         generator = np.random.default_rng([self.seed, _STREAM, version])
-        chosen = generator.permutation(len(positions))[:count]
-        selected = [self._entries[position] for position in sorted(positions[index] for index in chosen)]
+        chosen = sorted(generator.permutation(len(positions))[:count])
+        selected = [self._entries[positions[index]] for index in chosen]
         for entry in selected:
             entry.uses += 1
         self._entries = {p: entry for p, entry in self._entries.items() if entry.uses < self.reuse}
@@ -128,15 +129,17 @@ class ReplayBuffer:
             RunError: if a group is not among the samples of its step.
         """
         entries = [(int(step), int(position), int(uses)) for step, position, uses in state]
+        required: dict[int, list[int]] = {}
+        for step, position, _ in entries:
+            required.setdefault(step, []).append(position)
         found: dict[int, Group] = {}
-        for step in dict.fromkeys(step for step, _, _ in entries):
-            required = [position for entry_step, position, _ in entries if entry_step == step]
-            loaded: Mapping[int, Group] = {group.position: group for group in load(step, required)}
-            missing = [position for position in required if position not in loaded]
+        for step, positions in required.items():
+            loaded = {group.position: group for group in load(step, positions)}
+            missing = [position for position in positions if position not in loaded]
             if missing:
                 raise RunError(
                     f"the samples of step {step} lack the groups with prompt indices {', '.join(map(str, missing))}, "
                     "which rollout.replay_buffer requires; restore the file or set rollout.replay_buffer.groups to 0"
                 )
-            found.update((position, loaded[position]) for position in required)
+            found |= loaded
         self._entries = {p: _Entry(found[p], step, oldest_version(found[p]), uses) for step, p, uses in entries}

@@ -30,11 +30,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
 
 from gdpo_nemo.algorithms.component_weights import ComponentWeights
 from gdpo_nemo.cluster.fleet import EngineFleet
@@ -75,7 +76,8 @@ METRICS = {
     ),
 }
 _LATE_ROUNDS = 4
-"""Maximum number of rounds of a synchronous step without dynamic sampling. The last round's late groups are lost."""
+"""Maximum number of rounds of a synchronous step without dynamic sampling. Late groups of the last round are not
+replaced."""
 
 
 class RolloutScheduler:
@@ -104,8 +106,13 @@ class RolloutScheduler:
         self._recovered: list[str] = []
         self._maker = GroupMaker(config, fleet, pool, tokenizer)
         generation = config.policy.generation
-        ends = generation.max_new_tokens, tuple(generation.stop_strings)
-        self._sampling = Sampling(generation.temperature, generation.top_p, generation.top_k, *ends)
+        self._sampling = Sampling(
+            generation.temperature,
+            generation.top_p,
+            generation.top_k,
+            generation.max_new_tokens,
+            tuple(generation.stop_strings),
+        )
         self._groups = config.gdpo.num_prompts_per_step
         self._tracker = PromptTracker(config, at, partial(read_trained_groups, Path(config.run.dir)))
         self._ledger = self._tracker.ledger
@@ -206,10 +213,8 @@ class RolloutScheduler:
         self._admit()
 
     def _admit(self) -> None:
-        if self._exact:
-            most = self._round_size()
-        else:
-            most = min(self._max_outstanding(), self._groups * self._steps_left())
+        ahead = min(self._max_outstanding(), self._groups * self._steps_left())
+        most = self._round_size() if self._exact else ahead
         self._start(self._tracker.admit(self._fleet.version, most))
 
     def _round_size(self) -> int:
@@ -230,10 +235,9 @@ class RolloutScheduler:
             return
         samples = self._config.gdpo.num_generations_per_prompt
         prompts = self._prompts_at([row for _, row in admitted])
-        jobs = [
-            GroupJob(prompt, position, samples, self._sampling, self._trainer_state(position))
-            for (position, _), prompt in zip(admitted, prompts)
-        ]
+        jobs = []
+        for (position, _), prompt in zip(admitted, prompts):
+            jobs.append(GroupJob(prompt, position, samples, self._sampling, self._trainer_state(position)))
         if self._exact:
             self._assign_engines(jobs)
             self._launch(self._exact_groups(jobs, self._settled))
@@ -244,7 +248,8 @@ class RolloutScheduler:
 
     def _prompts_at(self, rows: Sequence[int]) -> list[Prompt]:
         found = [self._prompts.batch(row, 1)[0] for row in rows]
-        # With staleness, prompts of a batch are not known yet. ``make_prompt_ids_unique`` makes the ids unique later.
+        # With staleness, it is not yet known which prompts share a batch. The ids are made unique later, by
+        # ``make_prompt_ids_unique``.
         return with_unique_ids(found) if self._exact else found
 
     def _trainer_state(self, position: int) -> TrainerState:
@@ -433,7 +438,8 @@ class RolloutScheduler:
         while (missing := batch_samples - num_samples(kept)) > 0:
             if rollout.rounds >= max_rounds or self._tracker.prompts_left <= 0:
                 break
-            # With ``batch_multiplier``, every round has the full size. Otherwise a round only fills the batch.
+            # With ``batch_multiplier``, every round has the full size. Without this setting, a round only fills the
+            # batch.
             full_rounds = dynamic.enabled and dynamic.batch_multiplier
             round_size = prompts_per_round(self._config.gdpo) if full_rounds else -(-missing // size)
             count = int(min(round_size, self._tracker.prompts_left))
@@ -446,7 +452,8 @@ class RolloutScheduler:
             rollout.spans += extra_rollout.spans
             rollout.rounds += 1
             num_sampled += count
-        # The parallel layout requires a divisible batch size. Rejected groups with advantage 0 fill the batch.
+        # The parallel layout requires a divisible batch size. Rejected groups with advantage 0 fill the batch up to
+        # this size.
         rollout.groups = first_samples(kept + spare, batch_samples)
         # Return at least 0, because both parts of a split group may be in the batch and count as two groups.
         rollout.dropped_groups = max(0, num_sampled - len(rollout.groups))
@@ -474,9 +481,9 @@ class RolloutScheduler:
         cpu, wall = self._cpu
         self._cpu = (time.process_time(), time.monotonic())
         recovered = self._pool.take_recoveries() + self._fleet.hosts.take_recoveries()
-        self._recovered += [
-            f"environments: {event}" + (f" ({n} times)" if n > 1 else "") for event, n in recovered.items()
-        ]
+        for event, count in recovered.items():
+            times = f" ({count} times)" if count > 1 else ""
+            self._recovered.append(f"environments: {event}{times}")
         load = (self._cpu[0] - cpu) / max(self._cpu[1] - wall, 1e-9)
         return {**self._fleet.measure(), "driver/cpu": load, "environments/recovered": float(recovered.total())}
 
@@ -491,10 +498,8 @@ class RolloutScheduler:
         done, total = self._updates
         done += (self._step - self._first[0]) * self._updates_per_step
         state = TrainerState(done, total, self._tracker.consumed / len(self._prompts))
-        jobs = [
-            GroupJob(prompt, -1 - index, gdpo.val_generations_per_prompt, sampling, state)
-            for index, prompt in enumerate(prompts)
-        ]
+        samples = gdpo.val_generations_per_prompt
+        jobs = [GroupJob(prompt, -1 - index, samples, sampling, state) for index, prompt in enumerate(prompts)]
         self._assign_engines(jobs)
         made: dict[int, Group] = {}
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
 import inspect
 import math
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from gdpo_nemo.data.records import NOT_CONTIGUOUS, Outcome, Prompt, TrainerState
 from gdpo_nemo.generation.requests import Completion, SampleRequest
 from gdpo_nemo.rollouts.agents import BrokenEpisode
 from gdpo_nemo.rollouts.context import RolloutContext, RolloutFunction, Transcript
+from gdpo_nemo.rollouts.endpoint.conversations import digest
 from gdpo_nemo.utils.errors import ConfigError, RunError
 from gdpo_nemo.utils.user_code import load_object
 
@@ -78,9 +80,8 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # A builtin in C has no signature.
         return []
-    return [
-        p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind in positional]
 
 
 def adapted(function: TrlFunction) -> RolloutFunction:
@@ -89,13 +90,14 @@ def adapted(function: TrlFunction) -> RolloutFunction:
     @functools.wraps(function)
     def play(prompts: Sequence[Prompt], context: RolloutContext) -> list[list[Trajectory]]:
         sampler = _RecordingSampler(context)
-        rows = [copy.deepcopy(_as_trl(prompt)) for prompt in prompts for _ in range(context.samples)]
+        # Each row is a separate object, because a function may change the messages of one sample.
+        rows = [copy.deepcopy(_as_trl(prompt)) for prompt, _ in product(prompts, range(context.samples))]
         made = _columns(function(rows, _trainer(context, sampler)), len(rows))
-        row_indices = iter(range(len(rows)))
-        return [
-            [_trajectory(prompt, j, next(row_indices), made, sampler) for j in range(context.samples)]
-            for prompt in prompts
-        ]
+        groups = []
+        for index, prompt in enumerate(prompts):
+            first = index * context.samples
+            groups.append([_trajectory(prompt, j, first + j, made, sampler) for j in range(context.samples)])
+        return groups
 
     return play
 
@@ -127,22 +129,22 @@ class _RecordingSampler:
         context = self.context
         most = min(max_tokens or context.max_new_tokens, context.max_new_tokens)
         arrays = [np.array(prompt, np.int32) for prompt in prompts]
-        rooms = [min(most, context.max_sequence - len(ids)) for ids in arrays]
         with self._lock:
             first = self._count
             self._count += len(arrays)
-        # A request of TRL does not identify its sample, so the seed depends on the request's number in the call.
-        requests = [
-            SampleRequest(ids, context.seed(0, 0, first + n), room)
-            for n, (ids, room) in enumerate(zip(arrays, rooms))
-            if room > 0
-        ]
-        answers = iter(context.sample(requests).completions if requests else ())
-        empty = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "length")
-        completions = [next(answers) if room > 0 else empty for room in rooms]
+        requests = {}
+        for n, ids in enumerate(arrays):
+            room = min(most, context.max_sequence - len(ids))
+            if room > 0:
+                # A request of TRL does not identify its sample, so the seed depends on its number in the call.
+                requests[n] = SampleRequest(ids, context.seed(0, 0, first + n), room)
+        completions = [Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "length")] * len(arrays)
+        if requests:
+            for n, completion in zip(requests, context.sample(list(requests.values())).completions):
+                completions[n] = completion
         with self._lock:
             for ids, completion in zip(arrays, completions):
-                self._by_prompt.setdefault(_digest(ids), []).append(completion)
+                self._by_prompt.setdefault(digest(ids), []).append(completion)
         return completions
 
     def find(self, before: np.ndarray, claimed: np.ndarray) -> Completion | None:
@@ -150,17 +152,14 @@ class _RecordingSampler:
 
         A completion matches if it is a prefix of ``claimed`` or begins with ``claimed``.
         """
-        fitting = [
-            c
-            for c in self._by_prompt.get(_digest(before), ())
-            if (shared := min(len(c.token_ids), len(claimed)))
-            and np.array_equal(c.token_ids[:shared], claimed[:shared])
-        ]
-        return max(fitting, key=lambda c: min(len(c.token_ids), len(claimed)), default=None)
-
-
-def _digest(token_ids: np.ndarray) -> bytes:
-    return hashlib.sha256(np.ascontiguousarray(token_ids, np.int32).tobytes()).digest()
+        found = None
+        longest = 0
+        for completion in self._by_prompt.get(digest(before), ()):
+            shared = min(len(completion.token_ids), len(claimed))
+            if shared > longest and np.array_equal(completion.token_ids[:shared], claimed[:shared]):
+                found = completion
+                longest = shared
+        return found
 
 
 class _TrlObject(SimpleNamespace):
@@ -224,13 +223,11 @@ class _Generation:
         if images is not None:
             raise RunError("trainer.vllm_generation.generate: images are not supported")
         completions = self._sampler.sample(prompts)
-        ids = [c.token_ids.tolist() for c in completions]
-        logprobs = [[[value] for value in c.logprobs.tolist()] for c in completions]
         return (
-            [list(prompt) for prompt in prompts],
-            ids,
-            logprobs,
-            [[[token] for token in completion] for completion in ids],
+            list(map(list, prompts)),
+            [c.token_ids.tolist() for c in completions],
+            [c.logprobs[:, None].tolist() for c in completions],
+            [c.token_ids[:, None].tolist() for c in completions],
         )
 
 
@@ -260,7 +257,7 @@ class _Client:
         most = _checked_limit(settings, self._sampler.context)
         completions = self._sampler.sample(prompts, most)
         return {
-            "prompt_ids": [list(prompt) for prompt in prompts],
+            "prompt_ids": list(map(list, prompts)),
             "completion_ids": [c.token_ids.tolist() for c in completions],
             "logprobs": [c.logprobs.tolist() for c in completions],
         }
@@ -320,8 +317,11 @@ def _trajectory(
     prompt: Prompt, sample: int, row: int, made: Mapping[str, Any], sampler: _RecordingSampler
 ) -> Trajectory:
     conversation = sampler.context.conversation
-    columns = {key: values[row] if isinstance(values, list) else values for key, values in made.items()}
-    prompt_ids, ids = (np.array(columns.pop(key), np.int32) for key in ("prompt_ids", "completion_ids"))
+    columns = {}
+    for key, values in made.items():
+        columns[key] = values[row] if isinstance(values, list) else values
+    prompt_ids = np.array(columns.pop("prompt_ids"), np.int32)
+    ids = np.array(columns.pop("completion_ids"), np.int32)
     mask = columns.pop("env_mask", None)
     mask = np.ones(len(ids), bool) if mask is None else np.array(mask, bool)
     if len(columns.pop("logprobs")) != len(ids) or len(mask) != len(ids):

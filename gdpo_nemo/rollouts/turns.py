@@ -7,8 +7,9 @@ is ``truncated``. The caller selects the engine, and decides whether trajectorie
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Awaitable, Callable, Sequence
+from typing import Any
 
 from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.messages import Message

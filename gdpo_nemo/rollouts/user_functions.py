@@ -5,9 +5,10 @@ torch is imported only if there is a custom loss or correction to test, so that 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -53,7 +54,7 @@ class CustomFunctions:
         Raises:
             UserCodeFailed: if a method ``state`` fails.
         """
-        return {f"{key}: {name}": _called(key, name, function.state) for key, name, function in self._with_state()}
+        return {label: _called(label, function.state) for label, function in self._with_state().items()}
 
     def load_state(self, states: Mapping[str, Any]) -> list[str]:
         """Restore the state of all instances. Return the instances that ``states`` does not contain.
@@ -61,14 +62,22 @@ class CustomFunctions:
         Raises:
             UserCodeFailed: if a method ``load_state`` fails.
         """
-        for key, name, function in self._with_state():
-            if f"{key}: {name}" in states:
-                _called(key, name, function.load_state, states[f"{key}: {name}"])
-        return [f"{key}: {name}" for key, name, _ in self._with_state() if f"{key}: {name}" not in states]
+        missing = []
+        for label, function in self._with_state().items():
+            if label in states:
+                _called(label, function.load_state, states[label])
+            else:
+                missing.append(label)
+        return missing
 
-    def _with_state(self) -> list[tuple[str, str, Any]]:
-        loaded = [(key, name, f) for key, functions in self._loaded.items() for name, f in functions.items()]
-        return [entry for entry in loaded if has_state(entry[2])]
+    def _with_state(self) -> dict[str, Any]:
+        """Return the instances with state by config key and import path."""
+        found = {}
+        for key, functions in self._loaded.items():
+            for name, function in functions.items():
+                if has_state(function):
+                    found[f"{key}: {name}"] = function
+        return found
 
 
 def load_estimator(gdpo: GdpoConfig) -> Callable[..., Terms] | None:
@@ -104,12 +113,12 @@ def _contained(function: Callable[..., Any]) -> Callable[..., Any]:
     return contained
 
 
-def _called(key: str, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
+def _called(label: str, method: Callable[..., Any], *arguments: Any) -> Any:
     try:
         with exits_contained():
             return method(*arguments)
     except Exception as error:
-        raise UserCodeFailed(f"{key}: {name}.{method.__name__} raised {first_line(error)}") from error
+        raise UserCodeFailed(f"{label}.{method.__name__} raised {first_line(error)}") from error
 
 
 def check_own_functions(config: Config) -> list[str]:
@@ -123,7 +132,9 @@ def check_own_functions(config: Config) -> list[str]:
             be saved and restored. The message names the config key.
     """
     gdpo = config.gdpo
-    trials = [_Trial(key, name, f) for key in (_ESTIMATOR, _SHAPING) for name, f in _load(key, gdpo).items()]
+    trials = []
+    for key in (_ESTIMATOR, _SHAPING):
+        trials += [_Trial(key, name, function) for name, function in _load(key, gdpo).items()]
     _check_single_use(config, trials)
     for trial in trials:
         if trial.key == _ESTIMATOR:

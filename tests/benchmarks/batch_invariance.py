@@ -56,11 +56,12 @@ def _make(folder: str, fields: dict) -> None:
 def measure(folder: str, dtype: str) -> None:
     """Print the row of a model."""
     from gdpo_nemo.config.schema import VllmConfig
-    from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine
+    from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine, EngineOptions
     from gdpo_nemo.generation.requests import SampleRequest, Sampling
 
     os.environ.update(ENVIRONMENT | CPU_ENVIRONMENT)
-    engine = Engine(folder, VllmConfig(kv_cache_memory_bytes=256 << 20, max_num_seqs=16), dtype, 256, 0, on_cpu=True)
+    config = VllmConfig(kv_cache_memory_bytes=256 << 20, max_num_seqs=16)
+    engine = Engine(EngineOptions(folder, config, dtype, 256, 0, on_cpu=True))
     rng = np.random.default_rng(0)
     wanted = [SampleRequest(rng.integers(5, 250, 30).astype(np.int32), seed) for seed in range(REQUESTS)]
     sampling = Sampling(1.0, 1.0, -1, 24)

@@ -109,7 +109,7 @@ class LengthEngine(Engine):
             self._paused_since = time.monotonic() if core.busy else None
             return outputs
 
-        core.step = paced  # type: ignore[method-assign]  # the pump looks it up at every step
+        core.step = paced  # type: ignore[method-assign]  # the thread looks it up at every step
 
     def longest_pause(self) -> float:
         """Seconds between two steps, with work for the second left by the first: the most since the last call."""
@@ -117,11 +117,11 @@ class LengthEngine(Engine):
         self._longest_pause = 0.0
         return longest
 
-    def _to_pump_request(self, name: str, request: SampleRequest, sampling: Sampling) -> Any:
-        pumped = super()._to_pump_request(name, request, sampling)
-        pumped.parameters.max_tokens = self._pace.lengths.of_seed(request.seed)
-        pumped.parameters.ignore_eos = True
-        return pumped
+    def _to_vllm_request(self, name: str, request: SampleRequest, sampling: Sampling) -> Any:
+        made = super()._to_vllm_request(name, request, sampling)
+        made.parameters.max_tokens = self._pace.lengths.of_seed(request.seed)
+        made.parameters.ignore_eos = True
+        return made
 
 
 class Answers(Environment):

@@ -33,10 +33,8 @@ class Mortal:
     """An engine whose process ends, or fails for good without ending, at every call as long as the file of its number
     has a line to give that says which."""
 
-    def __init__(
-        self, folder, vllm, precision, length, seed, on_cpu, sleeps, targets, replies, records_routing, tokenizer
-    ):
-        self.file = Path(folder) / str(seed - SEED)
+    def __init__(self, options, replies):
+        self.file = Path(options.model) / str(options.seed - SEED)
         self.version = -1
         self.asked = []
         self.failed = False

@@ -33,7 +33,7 @@ def vllm_cache(tmp_path_factory) -> Path:
 def engine(engine_model, vllm_cache, tmp_path_factory):
     """In one process, as on CPUs. The model's folder has no tokenizer."""
     from gdpo_nemo.config.schema import VllmConfig
-    from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine
+    from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine, EngineOptions
 
     with pytest.MonkeyPatch.context() as patch:
         own = {"OMP_NUM_THREADS": "1", "VLLM_CACHE_ROOT": str(vllm_cache)}
@@ -43,7 +43,9 @@ def engine(engine_model, vllm_cache, tmp_path_factory):
         bare = tmp_path_factory.mktemp("bare")
         for name in ("config.json", "model.safetensors"):
             (bare / name).symlink_to(engine_model / name)
-        options = dict(on_cpu=True, replies=(), tokenizer=str(engine_model))
-        engine = Engine(str(bare), config, "float32", MAX_MODEL_LEN, 0, **options)
+        options = EngineOptions(
+            str(bare), config, "float32", MAX_MODEL_LEN, 0, on_cpu=True, tokenizer=str(engine_model)
+        )
+        engine = Engine(options, replies=())
         yield engine
         engine.close()

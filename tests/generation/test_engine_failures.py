@@ -224,6 +224,7 @@ class Options:
     def __init__(self, code):
         self.code = code
         self.on_cpu = True
+        self.model = self.tokenizer = self.max_model_len = None
         self.never = threading.Event()
 
 
@@ -233,45 +234,45 @@ WORKS_LITTLE = "import time\nwhile True: time.sleep(0.2); sum(range(10**5))"
 
 @pytest.fixture
 def started(monkeypatch):
-    """A function that starts a pump whose vLLM has a process which runs some code."""
-    from gdpo_nemo.generation import pump as pumps
+    """A function that starts an engine whose vLLM has a process which runs some code."""
+    from gdpo_nemo.generation import engine as engines
 
-    monkeypatch.setattr(pumps, "VllmCore", DeadCore)
+    monkeypatch.setattr(engines, "VllmCore", DeadCore)
     made = []
 
     def start(code):
         made.append(Options(code))
-        made.append(pumps.Pump(made[-1]))
+        made.append(engines.Engine(made[-1]))
         return made[-1]
 
     yield start
-    for options, pump in zip(made[::2], made[1::2]):
+    for options, engine in zip(made[::2], made[1::2]):
         options.never.set()
-        pump.core.processes[0].kill()
+        engine._core.processes[0].kill()
 
 
 @pytest.fixture
-def pump(started):
+def engine(started):
     return started(SLEEPS)
 
 
 @pytest.mark.slow
-def test_whoever_waits_for_a_process_that_was_killed_is_told(pump):
-    threading.Timer(0.5, pump.core.processes[0].kill).start()
+def test_whoever_waits_for_a_process_that_was_killed_is_told(engine):
+    threading.Timer(0.5, engine._core.processes[0].kill).start()
     with pytest.raises(EngineFailed, match="was killed by SIGKILL"):
-        pump.wake("hangs")
-    for ask in (lambda: pump.poll(60), lambda: pump.hold("keep"), lambda: pump.submit([])):
+        engine.wake("hangs")
+    for ask in (lambda: engine.poll(60), lambda: engine._hold("keep"), lambda: engine.submit({})):
         with pytest.raises(EngineFailed, match="was killed by SIGKILL"):
             ask()
-    pump.close()
+    engine.close()
 
 
 @pytest.mark.slow
-def test_an_error_of_the_device_in_one_call_is_the_answer_to_every_later_one(pump):
+def test_an_error_of_the_device_in_one_call_is_the_answer_to_every_later_one(engine):
     with pytest.raises(EngineFailed, match="illegal memory access"):
-        pump.wake("kv_cache")
+        engine.wake("kv_cache")
     with pytest.raises(EngineFailed, match="illegal memory access"):
-        pump.poll(60)
+        engine.poll(60)
 
 
 @pytest.fixture
@@ -293,14 +294,14 @@ def beside(call):
 
 
 @pytest.mark.slow
-def test_whoever_waits_for_a_process_that_stands_still_is_told(pump, impatient):
-    pump.core.processes[0].send(signal.SIGSTOP)
+def test_whoever_waits_for_a_process_that_stands_still_is_told(engine, impatient):
+    engine._core.processes[0].send(signal.SIGSTOP)
     with pytest.raises(
         EngineFailed, match="used no CPU time or I/O for 3 s while the engine waited for them: the processes are"
     ):
-        pump.wake("hangs")
+        engine.wake("hangs")
     with pytest.raises(EngineFailed, match="used no CPU time or I/O"):
-        pump.poll(60)
+        engine.poll(60)
 
 
 @pytest.fixture
@@ -322,11 +323,11 @@ def test_engines_are_left_alone_that_have_nothing_to_do_or_are_slow_or_wait_for_
     idle, slow, receives = started(SLEEPS), started(WORKS_LITTLE), started(SLEEPS)
     idle.close_receiver(lambda: None)  # the last thing that it had to do
     beside(lambda: slow.wake("hangs"))
-    beside(lambda: receives.close_receiver(receives.core.never.wait))
+    beside(lambda: receives.close_receiver(receives._core.never.wait))
     enough = 2 * Standstill.LIMIT_S / Standstill.LOOK_S
     while len(looks) < 3 or min(looks.values()) < enough:
-        for pump in (idle, slow, receives):
-            assert pump.poll(0.1).finished == []
+        for engine in (idle, slow, receives):
+            assert engine.poll(0.1).finished == []
 
 
 def test_time_that_nobody_watched_is_not_held_against_a_process():

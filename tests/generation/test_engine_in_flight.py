@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from gdpo_nemo.generation import pump
+from gdpo_nemo.generation import engine as engines
 from gdpo_nemo.generation.requests import Completion, EngineReport, SampleRequest, Sampling
 from gdpo_nemo.models.hf_folder import open_weights, weight_names
 from gdpo_nemo.utils.errors import RunError
@@ -96,7 +96,7 @@ def finished_before(engine, fits) -> tuple[dict[str, Completion], EngineReport]:
 @contextlib.contextmanager
 def held_at(engine, steps: int, kv: str):
     """Ask for a hold during step number ``steps`` from now; yields the future of the hold."""
-    core, thread = engine._core, engine._pump
+    core = engine._core
     step = core.step
     reached: Future[None] = Future()
     done = 0
@@ -105,7 +105,7 @@ def held_at(engine, steps: int, kv: str):
         nonlocal done
         done += 1
         if done == steps:
-            thread._enqueue(partial(thread._request_hold, kv, reached), [reached])
+            engine._enqueue(partial(engine._request_hold, kv, reached), [reached])
         return step()
 
     core.step = counted
@@ -246,9 +246,9 @@ def test_samples_of_a_prompt_compute_its_blocks_once_and_draw_what_they_draw_alo
     """A prompt of 70 tokens has two whole blocks of 32; of eight samples seven find them. Alone, a prompt is one
     product of 70 rows, behind found blocks one of 6: some processors round those differently."""
     found = {}
-    finished = pump.completion_of
+    finished = engines.completion_of
     monkeypatch.setattr(
-        pump,
+        engines,
         "completion_of",
         lambda output: found.update({output.request_id: output.num_cached_tokens}) or finished(output),
     )
@@ -327,7 +327,7 @@ def test_a_hold_that_waits_for_idleness_can_be_called_off(engine, weights, load)
     manifest, _ = weights.packed(True)
     with held_at(engine, 2, "drain") as reached:
         engine.submit(requests(4))
-        while not engine._pump._holds:
+        while not engine._holds:
             time.sleep(0.001)
         engine.resume()
         with pytest.raises(RunError, match="the engine resumed before it was idle"):

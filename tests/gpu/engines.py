@@ -47,7 +47,7 @@ def precision(arguments: argparse.Namespace) -> str:
 def start_engine(model: Model, arguments: argparse.Namespace, apart: bool = False) -> Any:
     """An ``Engine`` with the environment that its actor has in a run; ``apart``: vLLM in a process of its own."""
     from gdpo_nemo.config.schema import VllmConfig
-    from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine
+    from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine, EngineOptions
 
     on_cpu = arguments.cpu
     os.environ.update(ENVIRONMENT | (CPU_ENVIRONMENT if on_cpu else {}))
@@ -58,7 +58,8 @@ def start_engine(model: Model, arguments: argparse.Namespace, apart: bool = Fals
         kv_cache_memory_bytes=64 << 20, max_num_seqs=16 if on_cpu else 256, gpu_memory_utilization=0.3
     )  # fmt: skip
     start = time.perf_counter()
-    made = Engine(str(model.folder), config, precision(arguments), 512, 0, on_cpu=on_cpu, sleeps=not on_cpu)
+    options = EngineOptions(str(model.folder), config, precision(arguments), 512, 0, on_cpu=on_cpu, sleeps=not on_cpu)
+    made = Engine(options)
     record("start of the engine", time.perf_counter() - start, "s", key=True)
     return made
 

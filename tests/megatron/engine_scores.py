@@ -26,7 +26,7 @@ def sequences() -> list[np.ndarray]:
 def score(out: str, folder: str, newer: str) -> None:
     """Score with an engine in both states."""
     from gdpo_nemo.config.schema import VllmConfig
-    from gdpo_nemo.generation.engine import Engine
+    from gdpo_nemo.generation.engine import Engine, EngineOptions
     from gdpo_nemo.generation.requests import SampleRequest, Sampling
     from gdpo_nemo.models.hf_folder import open_weights, weight_names
     from gdpo_nemo.weights.manifest import pack
@@ -34,7 +34,7 @@ def score(out: str, folder: str, newer: str) -> None:
 
     config = json.loads(Path(folder, "config.json").read_text())
     options = dict(on_cpu=True, records_routing=bool(config.get("num_experts_per_tok") or config.get("top_k_experts")))
-    engine = Engine(folder, VllmConfig(kv_cache_memory_bytes=64 << 20), "float32", 64, 0, **options)
+    engine = Engine(EngineOptions(folder, VllmConfig(kv_cache_memory_bytes=64 << 20), "float32", 64, 0, **options))
     before = np.concatenate(engine.score(sequences()))
     np.savez(out, before=before)
     read = open_weights(newer)

@@ -12,8 +12,8 @@ from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.generation.requests import Completion, Sampling
 from gdpo_nemo.rollouts.agents import follow
 from gdpo_nemo.rollouts.context import Transcript
-from gdpo_nemo.rollouts.endpoint.conversations import Turn, fingerprint
-from gdpo_nemo.rollouts.endpoint.requests import TOKEN_FIELDS, Refused, read_object, read_responses, response_of
+from gdpo_nemo.rollouts.endpoint.conversations import TOKEN_FIELDS, Turn, fingerprint
+from gdpo_nemo.rollouts.endpoint.requests import Refused, read_object, read_responses, response_of
 from gdpo_nemo.rollouts.endpoint.service import Budgets
 
 SAMPLING = Sampling(0.5, 1.0, -1, 80)

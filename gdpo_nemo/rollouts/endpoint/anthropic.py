@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from gdpo_nemo.data.replies import parsed_arguments, split_thought
 from gdpo_nemo.generation.requests import Sampling
-from gdpo_nemo.rollouts.endpoint.conversations import Turn
-from gdpo_nemo.rollouts.endpoint.requests import TOKEN_FIELDS, ChatRequest, Refused, read_object, read_request
+from gdpo_nemo.rollouts.endpoint.conversations import TOKEN_FIELDS, Turn, part_of
+from gdpo_nemo.rollouts.endpoint.requests import (
+    WOULD_CHANGE,
+    ChatRequest,
+    Refused,
+    read_object,
+    read_request,
+    refuse_others,
+)
 
 _SAME = ("temperature", "top_p", "top_k", "stream", "max_tokens")
 """Keys with the same meaning in both APIs."""
@@ -30,13 +38,11 @@ def read_messages(body: bytes, sampling: Sampling, session: str) -> tuple[ChatRe
         Refused: with status 400 if the request is invalid or not supported.
     """
     request = read_object(body)
-    for key, neutral in _UNSUPPORTED.items():
-        if request.get(key) is not None and request[key] not in neutral:
-            raise Refused(400, f"{key} {str(request[key])[:40]} is not supported: it would change the sampling")
+    refuse_others(request, _UNSUPPORTED, WOULD_CHANGE)
     messages = request.get("messages")
     if not isinstance(messages, list):
         raise Refused(400, "messages must be a list")
-    chat: dict[str, Any] = {key: request[key] for key in _SAME if key in request}
+    chat = part_of(request, _SAME)
     system = request.get("system")
     chat["messages"] = [{"role": "system", "content": _text("system", system)}] if system else []
     for index, message in enumerate(messages):
@@ -65,7 +71,6 @@ def message_reply(turn: Turn, message: Mapping[str, Any], request: Mapping[str, 
         number: identifier of the reply.
     """
     completion = turn.completion
-    values = (turn.prompt_ids.tolist(), completion.token_ids.tolist(), completion.logprobs.tolist())
     reason = "tool_use" if message.get("tool_calls") else "end_turn"
     return {
         "id": number,
@@ -76,7 +81,7 @@ def message_reply(turn: Turn, message: Mapping[str, Any], request: Mapping[str, 
         "stop_reason": "max_tokens" if completion.finish_reason == "length" else reason,
         "stop_sequence": None,
         "usage": {"input_tokens": len(turn.prompt_ids), "output_tokens": len(completion.token_ids)},
-        **dict(zip(TOKEN_FIELDS, values)),
+        **turn.token_fields,
     }
 
 
@@ -101,7 +106,7 @@ def _chat_messages(where: str, message: Any) -> list[dict[str, Any]]:  # noqa: C
         raise Refused(400, f"{where} must be an object with the role user or assistant")
     content = message.get("content")
     if isinstance(content, str):
-        return [{**_own(message), "role": message["role"], "content": content}]
+        return [{**part_of(message, TOKEN_FIELDS), "role": message["role"], "content": content}]
     if not isinstance(content, list):
         raise Refused(400, f"{where}.content must be text or a list of blocks")
     texts, thoughts, calls, results = [], [], [], []
@@ -123,16 +128,12 @@ def _chat_messages(where: str, message: Any) -> list[dict[str, Any]]:  # noqa: C
             )
     if results and not texts:
         return results
-    said: dict[str, Any] = {**_own(message), "role": message["role"], "content": "".join(texts)}
+    said: dict[str, Any] = {**part_of(message, TOKEN_FIELDS), "role": message["role"], "content": "".join(texts)}
     if thoughts:
         said["reasoning_content"] = "".join(thoughts)
     if calls:
         said["tool_calls"] = calls
     return [*results, said]
-
-
-def _own(message: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: message[key] for key in TOKEN_FIELDS if key in message}
 
 
 def _text(where: str, content: Any) -> str:
@@ -147,5 +148,5 @@ def _text(where: str, content: Any) -> str:
 def _chat_tool(where: str, tool: Any) -> dict[str, Any]:
     if not isinstance(tool, Mapping) or tool.get("type", "custom") != "custom":
         raise Refused(400, f"{where} is not a tool of the client")
-    function = {key: tool[key] for key in ("name", "description") if key in tool}
+    function = part_of(tool, ("name", "description"))
     return {"type": "function", "function": {**function, "parameters": tool.get("input_schema") or {}}}

@@ -12,8 +12,9 @@ import hashlib
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from gdpo_nemo.config.rollout_checks import TURNS_KEPT
 from gdpo_nemo.data.replies import parsed_arguments, split_thought
 from gdpo_nemo.generation.requests import Completion
 
+TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]] | None
 
@@ -57,6 +59,18 @@ class Turn:
         """Tokens of prompt and completion. The next prompt begins with these tokens. Shape: int32 [tokens]."""
         return np.concatenate([self.prompt_ids, self.completion.token_ids])
 
+    @property
+    def token_fields(self) -> dict[str, Any]:
+        """Fields of NeMo Gym's model server, from which training reads the turn."""
+        completion = self.completion
+        values = (self.prompt_ids.tolist(), completion.token_ids.tolist(), completion.logprobs.tolist())
+        return dict(zip(TOKEN_FIELDS, values))
+
+
+def part_of(mapping: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """Return the entries of ``mapping`` with one of ``keys``, in the order of ``keys``."""
+    return {key: mapping[key] for key in keys if key in mapping}
+
 
 class EditedHistory(Exception):
     """Raised if a message has the token ids of a turn, but the text of the messages or the tools differ."""
@@ -92,7 +106,7 @@ class History:
         If turns of one session have equal text but different tokens, they can be found only by their token ids.
         """
         with self._lock:
-            ids = _digest(turn.token_ids)
+            ids = digest(turn.token_ids)
             key = (session, turn.fingerprint)
             stored = self._by_text.get(key)
             stored_turn = stored[1] if stored else None
@@ -138,7 +152,7 @@ class History:
     def turn(self, token_ids: np.ndarray) -> Turn | None:
         """Return the turn whose prompt and completion are ``token_ids``. Return None if the turn is not stored."""
         with self._lock:
-            found = self._by_ids.get(_digest(token_ids))
+            found = self._by_ids.get(digest(token_ids))
         return found[1] if found else None
 
     def claim(self, turns: Sequence[Turn]) -> None:
@@ -187,16 +201,19 @@ def fingerprint(messages: Messages, tools: Tools = None) -> str:
     Reasoning at the beginning of the text and in a separate item give equal digests, because clients store reasoning in
     either format.
     """
-    digest = hashlib.sha256(json.dumps(tools or None, sort_keys=True).encode())
+    state = hashlib.sha256(json.dumps(tools or None, sort_keys=True).encode())
     for message in messages:
-        calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
+        calls = []
+        for call in message.get("tool_calls") or ():
+            function = call.get("function") or {}
+            # Clients format the JSON of arguments differently, so the parsed arguments are compared.
+            calls.append([function.get("name"), parsed_arguments(function.get("arguments"))])
         thought, text = str(message.get("reasoning_content") or ""), text_of(message)
         if not thought:
             thought, text = split_thought(text)
-        arguments = [[call.get("name"), parsed_arguments(call.get("arguments"))] for call in calls]
-        parts = [message.get("role"), thought.strip(), text.strip(), arguments]
-        digest.update(json.dumps(parts, sort_keys=True, default=str).encode() + b"\n")
-    return digest.hexdigest()
+        parts = [message.get("role"), thought.strip(), text.strip(), calls]
+        state.update(json.dumps(parts, sort_keys=True, default=str).encode() + b"\n")
+    return state.hexdigest()
 
 
 def text_of(message: Mapping[str, Any]) -> str:
@@ -207,5 +224,6 @@ def text_of(message: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _digest(token_ids: np.ndarray) -> bytes:
+def digest(token_ids: np.ndarray) -> bytes:
+    """Return the SHA-256 digest of token ids."""
     return hashlib.sha256(np.ascontiguousarray(token_ids, np.int32).tobytes()).digest()

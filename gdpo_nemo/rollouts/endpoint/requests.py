@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Iterator, Mapping, Sequence
+from typing import Any
 
 from gdpo_nemo.data.conversation import output_items
 from gdpo_nemo.data.replies import Reply
 from gdpo_nemo.environments.server_replies import depth_exceeds
 from gdpo_nemo.generation.requests import Sampling
-from gdpo_nemo.rollouts.endpoint.conversations import Turn
+from gdpo_nemo.rollouts.endpoint.conversations import TOKEN_FIELDS, Turn, part_of
 from gdpo_nemo.utils.files import parse_json
 
 MAX_BODY_BYTES = 64 * 2**20
@@ -107,7 +108,7 @@ def read_request(request: Mapping[str, Any], sampling: Sampling, session: str) -
         Refused: with status 400 if a field is invalid or not supported.
     """
     _check_sampling(request, sampling)
-    limits = [value for key in ("max_tokens", "max_completion_tokens") if (value := request.get(key)) is not None]
+    limits = [n for n in (request.get("max_tokens"), request.get("max_completion_tokens")) if n is not None]
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in limits):
         raise Refused(400, "max_tokens must be an integer of at least 1")
     user = request.get("user")
@@ -169,9 +170,21 @@ def _check_sampling(request: Mapping[str, Any], sampling: Sampling) -> None:
             or not math.isclose(value, used, rel_tol=1e-6)
         ):
             raise Refused(400, f"{key} {value!r} conflicts with the policy's sampling ({used}); remove it")
-    for key, neutral in _NEUTRAL.items():
-        if request.get(key) is not None and request[key] not in neutral:
-            raise Refused(400, f"{key} {str(request[key])[:40]} is not supported: it would change the sampling")
+    refuse_others(request, _NEUTRAL, WOULD_CHANGE)
+
+
+WOULD_CHANGE = "it would change the sampling"
+
+
+def refuse_others(request: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], reason: str) -> None:
+    """Check that each key in ``neutral`` is missing, null or has one of its values that have no effect.
+
+    Raises:
+        Refused: with status 400 and the reason.
+    """
+    for key, values in neutral.items():
+        if request.get(key) is not None and request[key] not in values:
+            raise Refused(400, f"{key} {str(request[key])[:40]} is not supported: {reason}")
 
 
 def _messages(messages: Any) -> list[dict[str, Any]]:
@@ -199,11 +212,14 @@ def _check_calls(index: int, calls: Any) -> None:
 
 
 def _check_ids(name: str, ids: Any) -> None:
-    if ids is None:
-        return
-    is_short_list = isinstance(ids, list) and len(ids) <= _MAX_TOKENS
-    if not is_short_list or not all(type(token) is int and 0 <= token < 2**31 for token in ids):
+    if ids is not None and not are_token_ids(ids, _MAX_TOKENS):
         raise Refused(400, f"{name} must be a list of token ids")
+
+
+def are_token_ids(value: Any, most: int) -> bool:
+    """Return whether a value from a client is a list of at most ``most`` token ids."""
+    is_short_list = isinstance(value, list) and len(value) <= most
+    return is_short_list and all(type(token) is int and 0 <= token < 2**31 for token in value)
 
 
 def _tools(tools: Any) -> list[Mapping[str, Any]] | None:
@@ -220,7 +236,6 @@ def _tools(tools: Any) -> list[Mapping[str, Any]] | None:
     return tools
 
 
-TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 _NEUTRAL_RESPONSES = {
     "previous_response_id": (),
     "conversation": (),
@@ -242,15 +257,10 @@ def read_responses(body: bytes, sampling: Sampling, session: str) -> tuple[ChatR
         Refused: with status 400 if the request is invalid.
     """
     request = read_object(body)
-    for key, neutral in _NEUTRAL_RESPONSES.items():
-        if request.get(key) is not None and request[key] not in neutral:
-            raise Refused(
-                400, f"{key} {str(request[key])[:40]} is not supported: input must contain the whole conversation"
-            )
+    refuse_others(request, _NEUTRAL_RESPONSES, "input must contain the whole conversation")
     _check_metadata(request.get("metadata"))
-    chat = {
-        key: value for key, value in request.items() if key not in ("messages", "input", "instructions", "logprobs")
-    }
+    chat = dict(request)
+    chat.pop("logprobs", None)  # the field of a chat request, which has another meaning
     chat["messages"] = [*_instructions(request.get("instructions")), *_response_messages(request.get("input"))]
     chat["max_tokens"] = request.get("max_output_tokens")
     chat["tools"] = [_chat_tool(index, tool) for index, tool in enumerate(_list("tools", request.get("tools") or []))]
@@ -283,17 +293,14 @@ def response_of(turn: Turn, message: Mapping[str, Any], request: Mapping[str, An
     """
     completion = turn.completion
     items = _items(message, number)
-    values = (turn.prompt_ids.tolist(), completion.token_ids.tolist(), completion.logprobs.tolist())
-    items[-1].update(zip(TOKEN_FIELDS, values))
-    input_tokens = len(turn.prompt_ids)
-    output_tokens = len(completion.token_ids)
+    items[-1] |= turn.token_fields
     return _response(
         items,
         request,
         number,
         incomplete=completion.finish_reason == "length",
-        input_tokens=input_tokens,
-        output_tokens=output_tokens,
+        input_tokens=len(turn.prompt_ids),
+        output_tokens=len(completion.token_ids),
     )
 
 
@@ -338,7 +345,7 @@ def _response_messages(items: Any) -> list[dict[str, Any]]:
                 messages.append(turn)
             _append_item(where, kind, item, turn)
             if item.get("prompt_token_ids") is not None:
-                turn |= {key: item[key] for key in TOKEN_FIELDS if key in item}
+                turn |= part_of(item, TOKEN_FIELDS)
                 turn = None
     return messages
 
@@ -375,10 +382,7 @@ def _text(where: str, content: Any) -> str:
 def _chat_tool(index: int, tool: Any) -> dict[str, Any]:
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
         raise Refused(400, f"tools[{index}] is not a function")
-    return {
-        "type": "function",
-        "function": {key: tool[key] for key in ("name", "description", "parameters") if key in tool},
-    }
+    return {"type": "function", "function": part_of(tool, ("name", "description", "parameters"))}
 
 
 def _list(name: str, value: Any) -> list[Any]:

@@ -8,7 +8,8 @@ import ipaddress
 import socket
 import threading
 import time
-from typing import Any, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 import h11

@@ -7,9 +7,10 @@ import contextlib
 import hashlib
 import threading
 from collections import Counter, deque
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, Coroutine, Iterator, Mapping, Protocol, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from gdpo_nemo.rollouts.endpoint.conversations import (
     Turn,
     UnknownTurn,
     fingerprint,
+    part_of,
     text_of,
 )
 from gdpo_nemo.rollouts.endpoint.requests import (
@@ -385,7 +387,11 @@ class Service:
             Refused: if the tool definitions are invalid.
         """
         text = self.conversation.text(completion.token_ids)
-        text = text[: min((end for stop in request.stop if (end := text.find(stop)) >= 0), default=len(text))]
+        end = len(text)
+        for stop in request.stop:
+            if (found := text.find(stop)) >= 0:
+                end = min(end, found)
+        text = text[:end]
         try:
             reply = self.conversation.replies.parse(text, request.tools if request.parses_calls else None)
         except RunError as error:
@@ -395,10 +401,10 @@ class Service:
             message["reasoning_content"] = reply.reasoning
         if reply.calls:
             message["content"] = reply.content or None
-            message["tool_calls"] = [
-                {"id": "", "type": "function", "function": {"name": name, "arguments": arguments}}
-                for name, arguments in reply.calls
-            ]
+            message["tool_calls"] = []
+            for name, arguments in reply.calls:
+                function = {"name": name, "arguments": arguments}
+                message["tool_calls"].append({"id": "", "type": "function", "function": function})
         return message, fingerprint([*request.messages, message], request.tools)
 
 
@@ -408,15 +414,15 @@ def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     The content becomes a string, and the arguments of tool calls become objects. The role developer becomes system.
     Fields of this endpoint, such as token ids, are removed.
     """
-    plain = {key: message[key] for key in ("role", "name", "tool_call_id", "reasoning_content") if key in message}
+    plain = part_of(message, ("role", "name", "tool_call_id", "reasoning_content"))
     if plain["role"] == "developer":
         plain["role"] = "system"
     plain["content"] = text_of(message)
     if message.get("tool_calls"):
-        plain["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": parsed_arguments(call["function"].get("arguments"))}}
-            for call in message["tool_calls"]
-        ]
+        plain["tool_calls"] = []
+        for call in message["tool_calls"]:
+            function = {**call["function"], "arguments": parsed_arguments(call["function"].get("arguments"))}
+            plain["tool_calls"].append({**call, "function": function})
     return plain
 
 
@@ -449,23 +455,17 @@ def _choice(index: int, turn: Turn, message: dict[str, Any], request: ChatReques
     Training reads the three token fields of the message, which NeMo Gym passes on unchanged.
     """
     completion = turn.completion
-    ids = completion.token_ids.tolist()
-    logprobs = completion.logprobs.tolist()
     finish = "tool_calls" if message.get("tool_calls") else "stop"
     if completion.finish_reason == "length":
         finish = "length"
     choice: dict[str, Any] = {
         "index": index,
         "finish_reason": finish,
-        "message": {
-            **message,
-            "prompt_token_ids": turn.prompt_ids.tolist(),
-            "generation_token_ids": ids,
-            "generation_log_probs": logprobs,
-        },
+        "message": {**message, **turn.token_fields},
     }
     if request.wants_logprobs:
-        entry: dict[str, Any] = {"bytes": None, "top_logprobs": []}
-        content = [{"token": f"token_id:{i}", "logprob": value, **entry} for i, value in zip(ids, logprobs)]
+        content = []
+        for token, logprob in zip(completion.token_ids.tolist(), completion.logprobs.tolist()):
+            content.append({"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []})
         choice["logprobs"] = {"content": content}
     return choice

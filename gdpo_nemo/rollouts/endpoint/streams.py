@@ -7,10 +7,11 @@ therefore gets a status and no stream.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from itertools import count
-from typing import Any, Iterator, Mapping
+from typing import Any
 
-from gdpo_nemo.rollouts.endpoint.requests import TOKEN_FIELDS
+from gdpo_nemo.rollouts.endpoint.conversations import TOKEN_FIELDS, part_of
 
 Reply = Mapping[str, Any]
 
@@ -19,7 +20,7 @@ def chat_events(reply: Reply, request: Reply) -> Iterator[str]:
     """Yield the events of a reply to /v1/chat/completions. The last chunk of each choice has the token fields."""
     options = request.get("stream_options")
     include_usage = isinstance(options, Mapping) and options.get("include_usage") is True
-    head = {**{key: reply[key] for key in ("id", "created", "model")}, "object": "chat.completion.chunk"}
+    head = {**part_of(reply, ("id", "created", "model")), "object": "chat.completion.chunk"}
     usage = {"usage": None} if include_usage else {}
 
     def chunk(choice: Mapping[str, Any], delta: Mapping[str, Any], **fields: Any) -> str:
@@ -36,8 +37,7 @@ def chat_events(reply: Reply, request: Reply) -> Iterator[str]:
             yield chunk(choice, {"content": message["content"]}, **logprobs)
         for index, call in enumerate(message.get("tool_calls") or ()):
             yield chunk(choice, {"tool_calls": [{"index": index, **call}]})
-        fields = {key: message[key] for key in TOKEN_FIELDS}
-        yield chunk(choice, fields, finish_reason=choice["finish_reason"])
+        yield chunk(choice, part_of(message, TOKEN_FIELDS), finish_reason=choice["finish_reason"])
     if include_usage:
         yield _event({**head, "choices": [], "usage": reply["usage"]})
     yield "data: [DONE]\n\n"
@@ -100,9 +100,8 @@ def message_events(reply: Reply, request: Reply) -> Iterator[str]:
         yield _event({"type": "content_block_start", "index": index, "content_block": empty}, named=True)
         yield _event({"type": "content_block_delta", "index": index, "delta": delta}, named=True)
         yield _event({"type": "content_block_stop", "index": index}, named=True)
-    end = {key: reply[key] for key in ("stop_reason", "stop_sequence")}
-    fields = {key: reply[key] for key in TOKEN_FIELDS}
-    yield _event({"type": "message_delta", "delta": end, "usage": reply["usage"], **fields}, named=True)
+    end = {"delta": part_of(reply, ("stop_reason", "stop_sequence")), "usage": reply["usage"]}
+    yield _event({"type": "message_delta", **end, **part_of(reply, TOKEN_FIELDS)}, named=True)
     yield _event({"type": "message_stop"}, named=True)
 
 
