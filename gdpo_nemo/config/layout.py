@@ -281,18 +281,17 @@ def stage_layers(layers: int, stages: int, first: int | None = None, last: int |
     return [range(start, stop) for start, stop in zip(ends, ends[1:])]
 
 
-def check_stages(layers: int | None, layout: MegatronConfig) -> None:
+def check_stages(layers: int, layout: MegatronConfig) -> None:
     """Check that the model's layers can be divided among the pipeline stages.
 
     Args:
-        layers: number of layers of the model; None if unknown, so that only the settings are checked.
+        layers: number of layers of the model.
 
     Raises:
         ConfigError: if the layers cannot be divided among the stages. The message contains the key and the possible
             values.
     """
     pipeline = layout.pipeline_model_parallel_size
-    virtual = layout.virtual_pipeline_model_parallel_size
     uneven = {
         f"{_PREFIX}.num_layers_in_{end}_pipeline_stage": count
         for end, count in (
@@ -300,12 +299,8 @@ def check_stages(layers: int | None, layout: MegatronConfig) -> None:
         )
         if count is not None and pipeline > 1
     }  # fmt: skip
-    if uneven and virtual:
-        raise ConfigError(f"{next(iter(uneven))}: conflicts with virtual_pipeline_model_parallel_size")
-    if not isinstance(layers, int):
-        return
     if not uneven:
-        _check_even(layers, pipeline, virtual)
+        _check_even(layers, pipeline, layout.virtual_pipeline_model_parallel_size)
         return
     between = pipeline - len(uneven)
     rest = layers - sum(uneven.values())
