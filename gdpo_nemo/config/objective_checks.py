@@ -34,8 +34,7 @@ from gdpo_nemo.config.model_checks import check_model, read_model
 from gdpo_nemo.config.schema import Config, GdpoConfig
 from gdpo_nemo.config.sections import LoraConfig
 from gdpo_nemo.utils.errors import ConfigError
-from gdpo_nemo.utils.source import find_function
-from gdpo_nemo.utils.user_code import load_object
+from gdpo_nemo.utils.import_path import ImportPath
 
 
 def check_learning(config: Config, algorithm: AlgorithmSpec) -> None:
@@ -152,8 +151,9 @@ def _check_shaping_rules(gdpo: GdpoConfig) -> None:
 
 def _check_import_path(key: str, name: str) -> None:
     """Check that the file of an import path defines the function, without executing the file. Raises ConfigError."""
-    if is_import_path(name) and name.rpartition(":")[0].endswith(".py"):
-        find_function(key, name, classes=key.startswith("gdpo."))
+    path = ImportPath(name)
+    if path.is_in_file:
+        path.find_function(key, classes=key.startswith("gdpo."))
 
 
 def check_estimator(gdpo: GdpoConfig, function: Callable[..., Any] | None = None) -> None:
@@ -263,7 +263,7 @@ def _check_component_gradients(config: Config) -> None:
 def check_algorithm(config: Config, algorithm: AlgorithmSpec, layout: Layout) -> None:
     """Run the additional check of the config's algorithm, if it declares one. Raises ConfigError."""
     if algorithm.check:
-        load_object(algorithm.check)(config, algorithm, layout)
+        ImportPath(algorithm.check).load()(config, algorithm, layout)
 
 
 def check_ppo(config: Config, algorithm: AlgorithmSpec, layout: Layout) -> None:

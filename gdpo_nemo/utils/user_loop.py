@@ -16,7 +16,7 @@ import threading
 from concurrent.futures import Future
 from typing import Any, Awaitable, TypeVar
 
-from gdpo_nemo.utils.user_code import os_exit_blocked
+from gdpo_nemo.utils.exits import os_exit_blocked
 
 _T = TypeVar("_T")
 

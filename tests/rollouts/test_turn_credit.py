@@ -31,7 +31,7 @@ from gdpo_nemo.rollouts.credit import advantages_of, turn_rows, updates_of
 from gdpo_nemo.rollouts.group_signal import has_signal
 from gdpo_nemo.training.gdpo import GDPO
 from gdpo_nemo.utils.errors import ConfigError, RunError
-from gdpo_nemo.utils.user_code import load_object
+from gdpo_nemo.utils.import_path import ImportPath
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TURNS = REPOSITORY / "configs" / "gdpo_turns_cpu.yaml"
@@ -342,7 +342,7 @@ def test_sample_files_of_older_runs_which_lack_the_columns_of_turns_are_read(tmp
 def test_each_round_of_the_example_is_judged_by_itself_and_alike_for_a_row():
     config = load_config(ROUNDS)
     assert (config.gdpo.credit, config.gdpo.discount) == ("turn", 0.0) and validate(config) is not None
-    environment = load_object(str(REPOSITORY / "examples" / "digit_rounds.py") + ":DigitRounds")({"rounds": 3})
+    environment = ImportPath(str(REPOSITORY / "examples" / "digit_rounds.py") + ":DigitRounds").load()({"rounds": 3})
     games = [environment.episode() for _ in range(2)]
     for game in games:
         game.reset({"digits": "39172"})
