@@ -17,6 +17,7 @@ from gdpo_nemo.algorithms.loss_selection import correction_entry, loss_entry
 from gdpo_nemo.algorithms.losses import LOSSES
 from gdpo_nemo.algorithms.offpolicy import CORRECTIONS
 from gdpo_nemo.config.algorithm_choice import ALGORITHMS, Unused, is_transform, resolved_loss, spec_of
+from gdpo_nemo.config.layout import validations
 from gdpo_nemo.config.rollout_checks import steps_ahead
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.transports import chosen_transport, declared
@@ -33,10 +34,6 @@ class Effect(NamedTuple):
 
 def _gpu(config: Config) -> bool:
     return config.cluster.gpus_per_node > 0
-
-
-def _validates(config: Config) -> bool:
-    return config.gdpo.val_period > 0 or config.gdpo.val_at_start
 
 
 def _has_reference(config: Config) -> bool:
@@ -369,7 +366,7 @@ SWITCHED_OFF: tuple[Effect, ...] = (
             "gdpo.val_top_p",
             "gdpo.val_top_k",
         ),
-        _validates,
+        lambda c: validations(c.gdpo) > 0,
         "while gdpo.val_period is 0 and gdpo.val_at_start is false",
     ),
     Effect(

@@ -4,6 +4,7 @@ layout."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import ceil
 
 from gdpo_nemo.config.algorithm_choice import AlgorithmSpec, spec_of
 from gdpo_nemo.config.schema import Config, GdpoConfig, MegatronConfig
@@ -192,6 +193,11 @@ def last_step(gdpo: GdpoConfig, limit: int | None) -> int:
     """
     steps = gdpo.max_num_steps
     return steps if limit is None else min(steps, limit // prompts_per_round(gdpo))
+
+
+def validations(gdpo: GdpoConfig) -> int:
+    """Return the number of validations in a run of ``gdpo.max_num_steps`` steps."""
+    return gdpo.val_at_start + (ceil(gdpo.max_num_steps / gdpo.val_period) if gdpo.val_period else 0)
 
 
 def updates_per_step(config: Config, algorithm: AlgorithmSpec) -> int:

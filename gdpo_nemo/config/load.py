@@ -27,6 +27,7 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from gdpo_nemo.config.algorithm_choice import ALGORITHMS, spec_named
 from gdpo_nemo.config.allowed_values import CHOICES, CUSTOM_FUNCTIONS, SECTIONS_OFF
+from gdpo_nemo.config.interpolations import check_interpolations
 from gdpo_nemo.config.objective_checks import environment_weights
 from gdpo_nemo.config.schema import Config, GdpoConfig
 from gdpo_nemo.utils.errors import (
@@ -37,7 +38,7 @@ from gdpo_nemo.utils.errors import (
     remember_secret,
     without_secrets,
 )
-from gdpo_nemo.utils.files import Refused, check_interpolations, check_yaml, read_text, write_whole
+from gdpo_nemo.utils.files import Refused, check_yaml, read_text, write_whole
 from gdpo_nemo.utils.source import DEMO, REPOSITORY, find_file
 
 MOST_FILES = 100

@@ -8,6 +8,7 @@ import importlib.util
 import math
 from pathlib import Path
 
+from gdpo_nemo.config.layout import validations
 from gdpo_nemo.config.schema import Config, GdpoConfig, RolloutConfig
 from gdpo_nemo.config.sections import GenerationConfig
 from gdpo_nemo.utils.errors import ConfigError, nearest
@@ -274,7 +275,7 @@ def check_turns_kept(config: Config, held_out: int | None = None) -> None:
         what = "a depth of"
         prompts = ("rollout.depth", resolved_depth(config) or resolved_bound(config))
     _check(what, prompts, ("gdpo.num_generations_per_prompt", samples), turns)
-    if config.data.validation is None or not (gdpo.val_period or gdpo.val_at_start):
+    if config.data.validation is None or not validations(gdpo):
         return
     known = held_out if held_out is not None else gdpo.val_prompts
     if known is not None:

@@ -413,33 +413,3 @@ def table(candidates: list[Candidate], steps: int, shown: int = 8) -> str:
 
 def _row(c: Candidate, steps: int) -> str:
     return f"{c.gpus:>5} {c.time.step:>9.3g} {c.gpu_seconds * steps / 3600:>10.4g} {c.idle:>5.0%}  {c.name}"
-
-
-def draw(candidates: list[Candidate], steps: int, title: str, path: str | Path) -> Path:
-    """Plot seconds per step and the run's GPU hours over the number of GPUs. Return the path of the image."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    best = best_per_count(candidates)
-    gpus = [c.gpus for c in best]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    perfect = [best[0].time.step * gpus[0] / n for n in gpus]
-    left.plot(gpus, [c.time.step for c in best], "o-", label="fastest layout")
-    left.plot(gpus, perfect, "--", color="grey", label="linear scaling")
-    left.set(xscale="log", yscale="log")
-    left.yaxis.set_major_formatter("{x:g}")
-    left.set(xlabel="GPUs", ylabel="seconds per step")
-    left.legend()
-    right.semilogx(gpus, [c.gpu_seconds * steps / 3600 for c in best], "o-", base=2)
-    right.set(xlabel="GPUs", ylabel=f"GPU hours for {steps} steps", ylim=(0, None))
-    for axes in (left, right):
-        axes.set_xticks(gpus, [str(n) for n in gpus])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-    figure.suptitle(title)
-    path = Path(path)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return path
