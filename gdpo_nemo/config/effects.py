@@ -8,9 +8,10 @@ switched off, their remaining settings only cause a note, so that switching them
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from functools import partial
-from typing import Any, Callable, Iterator, Mapping, NamedTuple
+from typing import Any, NamedTuple
 
 from gdpo_nemo.algorithms.estimators import ESTIMATORS
 from gdpo_nemo.algorithms.loss_selection import correction_entry, loss_entry
@@ -32,7 +33,8 @@ class Effect(NamedTuple):
     why: str
 
 
-def _gpu(config: Config) -> bool:
+def on_gpus(config: Config) -> bool:
+    """Return whether the run uses GPUs."""
     return config.cluster.gpus_per_node > 0
 
 
@@ -61,7 +63,7 @@ def _reads_file(split: str, config: Config) -> bool:
     return dataset is None or dataset.path is not None
 
 
-def _prompts_are_rows(split: str, config: Config) -> bool:
+def prompts_are_rows(split: str, config: Config) -> bool:
     """Return True if each row of a split is one prompt rather than a text with anchors, or if the split is not
     configured."""
     return value_of(config, f"data.{split}.strided") is None
@@ -70,7 +72,7 @@ def _prompts_are_rows(split: str, config: Config) -> bool:
 def _reads_type(split: str, config: Config) -> bool:
     """Return whether the ``type`` of a split has an effect, either as an answer format or as a transform of rows."""
     how = value_of(config, f"data.{split}.type")
-    return _reads_file(split, config) if is_transform(how) else _reads_answers(config)
+    return _reads_file(split, config) if is_transform(how) else trains_answers(config)
 
 
 _VLLM = "policy.generation.vllm_cfg"
@@ -78,7 +80,8 @@ _MEGATRON = "policy.megatron_cfg"
 _OFF_POLICY = "loss_fn.off_policy"
 
 
-def _reads_answers(config: Config) -> bool:
+def trains_answers(config: Config) -> bool:
+    """Return whether the algorithm trains on answers in the data, such as sft or dpo."""
     return spec_of(config).rows is not None
 
 
@@ -138,6 +141,28 @@ def _reads_section(section: str, config: Config) -> bool:
     return spec_of(config).section == section
 
 
+def _of_split(split: str) -> Iterator[Effect]:
+    """Yield the effects of the keys in ``data.train`` or ``data.validation``."""
+    key = f"data.{split}"
+    without_answers = "with an algorithm that does not read answers from the data"
+    yield Effect((f"{key}.train_on",), trains_answers, without_answers)
+    yield Effect(
+        (f"{key}.type",),
+        partial(_reads_type, split),
+        f"{without_answers}; a transform (file.py:function) requires a path",
+    )
+    yield Effect(
+        (f"{key}.prompt_key", f"{key}.columns", f"{key}.environment_key", f"{key}.remove_columns"),
+        partial(_reads_file, split),
+        f"without {key}.path: the environment generates the prompts",
+    )
+    yield Effect(
+        (f"{key}.system_prompt", f"{key}.prompt_template", f"{key}.chat_template_kwargs"),
+        partial(prompts_are_rows, split),
+        f"with {key}.strided, whose prompts are unchanged pieces of text",
+    )
+
+
 def _is_read(key: str, reads: _Reads, config: Config) -> bool:
     return key in reads(config)
 
@@ -148,7 +173,7 @@ EFFECTS: tuple[Effect, ...] = (
             f"{_VLLM}.{name}"
             for name in ("gpu_memory_utilization", "gpu_kv_cache_memory_bytes", "enforce_eager", "head_dtype")
         ),
-        _gpu,
+        on_gpus,
         "on CPU (cluster.gpus_per_node is 0)",
     ),
     Effect(
@@ -156,7 +181,7 @@ EFFECTS: tuple[Effect, ...] = (
         lambda config: config.policy.precision == "bfloat16",
         "with policy.precision float32, whose logits are always float32",
     ),
-    Effect(("policy.offload_reference",), _gpu, "on CPU (cluster.gpus_per_node is 0)"),
+    Effect(("policy.offload_reference",), on_gpus, "on CPU (cluster.gpus_per_node is 0)"),
     Effect(
         ("policy.offload_reference",),
         lambda c: not c.policy.lora.rank,
@@ -164,7 +189,7 @@ EFFECTS: tuple[Effect, ...] = (
     ),
     Effect(
         (f"{_VLLM}.kv_cache_memory_bytes",),
-        lambda c: not _gpu(c),
+        lambda c: not on_gpus(c),
         "on GPUs, where gpu_memory_utilization or gpu_kv_cache_memory_bytes sets the size",
     ),
     Effect(
@@ -194,21 +219,6 @@ EFFECTS: tuple[Effect, ...] = (
         "with an algorithm that does not sample",
     ),
     *_of_algorithms(),
-    *(
-        Effect(
-            (f"data.{split}.train_on",), _reads_answers, "with an algorithm that does not read answers from the data"
-        )
-        for split in ("train", "validation")
-    ),
-    *(
-        Effect(
-            (f"data.{split}.type",),
-            partial(_reads_type, split),
-            "with an algorithm that does not read answers from the data; a transform (file.py:function) requires a "
-            "path",
-        )
-        for split in ("train", "validation")
-    ),
     *_read_by_some("loss_fn", "type", LOSSES, _loss_reads),
     Effect(
         ("gdpo.epsilon",),
@@ -337,22 +347,8 @@ EFFECTS: tuple[Effect, ...] = (
         lambda c: c.checkpointing.metric_name is not None,
         "without checkpointing.metric_name",
     ),
-    *(
-        Effect(
-            tuple(f"data.{split}.{key}" for key in ("prompt_key", "columns", "environment_key", "remove_columns")),
-            partial(_reads_file, split),
-            f"without data.{split}.path: the environment generates the prompts",
-        )
-        for split in ("train", "validation")
-    ),
-    *(
-        Effect(
-            tuple(f"data.{split}.{key}" for key in ("system_prompt", "prompt_template", "chat_template_kwargs")),
-            partial(_prompts_are_rows, split),
-            f"with data.{split}.strided, whose prompts are unchanged pieces of text",
-        )
-        for split in ("train", "validation")
-    ),
+    *_of_split("train"),
+    *_of_split("validation"),
 )
 
 SWITCHED_OFF: tuple[Effect, ...] = (

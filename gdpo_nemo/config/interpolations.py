@@ -6,7 +6,8 @@ A few lines of nested interpolations may expand to billions of characters.
 from __future__ import annotations
 
 import re
-from typing import Any, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 from gdpo_nemo.utils.errors import ConfigError
 

@@ -395,9 +395,10 @@ def _check_attention(model: ModelDescription, megatron: MegatronConfig) -> None:
 
 
 def _check_divides(key: str, size: int, counts: list[tuple[int, str]]) -> None:
+    common = math.gcd(*(count for count, _ in counts))
     for count, what in counts:
         if count % size:
-            works = [n for n in range(1, count + 1) if all(c % n == 0 for c, _ in counts)]
+            works = [n for n in range(1, common + 1) if common % n == 0]
             raise ConfigError(
                 f"{key}: {size} does not divide the model's {count} {what}; possible: {', '.join(map(str, works))}"
             )

@@ -6,16 +6,17 @@ modules.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 from gdpo_nemo.algorithms.loss_selection import loss_entry
 from gdpo_nemo.config.algorithm_choice import spec_of
 from gdpo_nemo.config.allowed_values import OPTIMIZER_DTYPES
-from gdpo_nemo.config.effects import changed, value_of
+from gdpo_nemo.config.effects import changed, on_gpus, prompts_are_rows, trains_answers, value_of
 from gdpo_nemo.config.layout import updates_per_step
 from gdpo_nemo.config.rollout_checks import saves_all_groups
-from gdpo_nemo.config.schema import Config, GdpoConfig
+from gdpo_nemo.config.schema import Config
 from gdpo_nemo.utils.errors import ConfigError
 
 
@@ -46,18 +47,9 @@ def check_requirements(config: Config) -> None:
         requirement.check(config)
 
 
-def _follows_nemo_rl(gdpo: GdpoConfig) -> bool:
-    """Return True if the leave-one-out scores are those of NeMo-RL, including their defects."""
-    return gdpo.preset == "nemo_rl" or gdpo.options.get("equal_peers") == "raw"
-
-
-def _gpu(config: Config) -> bool:
-    return config.cluster.gpus_per_node > 0
-
-
 def _has_engine_layers(config: Config) -> bool:
     """Return whether the policy may have the layers of TransformerEngine."""
-    return _gpu(config) and config.policy.megatron_cfg.transformer_engine is not False
+    return on_gpus(config) and config.policy.megatron_cfg.transformer_engine is not False
 
 
 def _attention_is_not(config: Config, *names: str) -> bool:
@@ -88,16 +80,6 @@ def _updates_have_whole_groups(config: Config) -> bool:
     size = config.policy.train_global_batch_size or 0
     divides = size % config.gdpo.num_generations_per_prompt == 0
     return divides or _loss_is_not_by_group(config) or updates_per_step(config, spec_of(config)) == 1
-
-
-def _has_rows(split: str, config: Config) -> bool:
-    """Return True if each row of a split is one prompt rather than a text with anchors."""
-    return value_of(config, f"data.{split}.strided") is None
-
-
-def _trains_answers(config: Config) -> bool:
-    """Return whether the algorithm trains on answers in the data, such as sft or dpo."""
-    return spec_of(config).rows is not None
 
 
 _MEGATRON = "policy.megatron_cfg"
@@ -167,7 +149,7 @@ REQUIREMENTS = (
     ),
     Requires(
         (f"{_MEGATRON}.transformer_engine", f"{_MEGATRON}.fused_logprobs"),
-        _gpu,
+        on_gpus,
         "requires GPUs (cluster.gpus_per_node is 0)",
     ),
     Requires(
@@ -177,7 +159,7 @@ REQUIREMENTS = (
     ),
     Requires(
         (f"{_MEGATRON}.attention_backend",),
-        lambda c: _attention_is_not(c, "flex") or _gpu(c),
+        lambda c: _attention_is_not(c, "flex") or on_gpus(c),
         "{value} requires GPUs, because torch cannot compute its gradient on CPUs; use auto or sdpa",
     ),
     Requires(
@@ -288,7 +270,7 @@ REQUIREMENTS = (
     ),
     Requires(
         (f"{_DYNAMIC}.leave_one_out",),
-        lambda c: _follows_nemo_rl(c.gdpo),
+        lambda c: c.gdpo.preset == "nemo_rl" or c.gdpo.options.get("equal_peers") == "raw",
         "replaces the only sample that differs from its group, and trains the others with advantage 0; remove it, or "
         "reproduce NeMo-RL with gdpo.preset: nemo_rl or equal_peers: raw in gdpo.options",
     ),
@@ -310,18 +292,15 @@ REQUIREMENTS = (
         "conflicts with gdpo.constraints, because the mean of the trained samples would not be the mean of all samples",
     ),
     # Data
-    *(
-        Requires(
-            (f"data.{split}.strided",),
-            lambda c: not _trains_answers(c),
-            "algorithm {c.algorithm.type} trains the answers in the data; anchors require an algorithm that samples",
-        )
-        for split in ("train", "validation")
+    Requires(
+        ("data.train.strided", "data.validation.strided"),
+        lambda c: not trains_answers(c),
+        "algorithm {c.algorithm.type} trains the answers in the data; anchors require an algorithm that samples",
     ),
     *(
         Requires(
             (f"data.{split}.chat",),
-            partial(_has_rows, split),
+            partial(prompts_are_rows, split),
             f"conflicts with data.{split}.strided, whose text is passed to the model unchanged",
         )
         for split in ("train", "validation")
@@ -350,7 +329,7 @@ REQUIREMENTS = (
     ),
     Requires(
         ("loss_fn.aggregation",),
-        lambda c: c.loss_fn.aggregation != "constant" or not _trains_answers(c),
+        lambda c: c.loss_fn.aggregation != "constant" or not trains_answers(c),
         "constant requires sampled completions, which {c.algorithm.type} does not have",
     ),
     Requires(
@@ -360,12 +339,12 @@ REQUIREMENTS = (
     ),
     Requires(
         ("policy.skip_zero_advantage",),
-        lambda c: not _trains_answers(c),
+        lambda c: not trains_answers(c),
         "has no effect with algorithm {c.algorithm.type}, which does not use advantages",
     ),
     Requires(
         ("policy.generation.temperature",),
-        lambda c: not _trains_answers(c),
+        lambda c: not trains_answers(c),
         "must be 1 with algorithm {c.algorithm.type}, whose loss uses the model's unscaled probabilities",
     ),
     Requires(

@@ -243,8 +243,10 @@ def _parser_names(package: str) -> list[str]:
     if vllm is None or vllm.origin is None:
         raise ConfigError("policy.generation: vLLM is not installed; install it, or set no parser")
     source = (Path(vllm.origin).parent / package / "__init__.py").read_text()
-    tables = (node.value for node in ast.parse(source).body if isinstance(node, ast.Assign))
-    names = (ast.literal_eval(key) for table in tables if isinstance(table, ast.Dict) for key in table.keys if key)
+    names = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            names |= {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
     return sorted(name for name in names if isinstance(name, str))
 
 

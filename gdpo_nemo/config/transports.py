@@ -6,9 +6,10 @@ from the source files.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Callable, Mapping
+from typing import Any
 
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.utils.errors import ConfigError, nearest

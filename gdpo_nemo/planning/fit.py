@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 from gdpo_nemo.config.layout import Layout, Resolved
 from gdpo_nemo.config.placement import joined, worker_pools
@@ -171,7 +172,9 @@ def smallest_change(resolved: Resolved, shape: ModelDescription, device: Device)
     candidates = list(_memory_savers(resolved, shape))
     for count in (1, 2):
         for chosen in combinations(candidates, count):
-            merged = {key: value for change in chosen for key, value in change.items()}
+            merged: dict[str, Any] = {}
+            for change in chosen:
+                merged |= change
             try:
                 other = resolved.changed(changed(resolved.config, **merged))
                 if not memory_shortage(other, shape, device):
@@ -317,11 +320,9 @@ def gpu_counts(largest: int, each: int) -> list[int]:
 def sweep(resolved: Resolved, shape: ModelDescription, device: Device, rates: Rates, largest: int) -> list[Candidate]:
     """Return all layouts that fit into memory, sorted by number of GPUs and then by seconds per step."""
     each = resolved.config.cluster.gpus_per_node or 8
-    found = [
-        candidate
-        for gpus in gpu_counts(largest, each)
-        for candidate in _sweep_candidates(resolved, shape, device, rates, gpus, each)
-    ]
+    found: list[Candidate] = []
+    for gpus in gpu_counts(largest, each):
+        found += _sweep_candidates(resolved, shape, device, rates, gpus, each)
     return sorted(found, key=lambda c: (c.gpus, c.time.step))
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from typing import Iterator, NoReturn
+from collections.abc import Iterator
+from typing import NoReturn
 
 from gdpo_nemo.utils.errors import first_line
 from gdpo_nemo.utils.signals import STOPPED

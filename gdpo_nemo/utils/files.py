@@ -12,8 +12,9 @@ import re
 import secrets
 import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Iterator
+from typing import Any, BinaryIO
 
 import yaml
 

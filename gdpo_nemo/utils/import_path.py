@@ -7,10 +7,11 @@ import importlib
 import importlib.util
 import pickle
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Callable, Iterable
+from typing import Any
 
 from gdpo_nemo.utils.errors import ConfigError, first_line, nearest
 from gdpo_nemo.utils.exits import exits_contained, os_exit_blocked

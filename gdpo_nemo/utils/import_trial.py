@@ -10,8 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator
 
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.waits import work_done

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ast
 import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Iterable, Iterator
+from typing import Any
 
 from gdpo_nemo.utils.errors import ConfigError, nearest
 from gdpo_nemo.utils.files import read_bytes, read_text
