@@ -17,20 +17,9 @@ from gdpo_nemo.config.algorithm_choice import AlgorithmSpec, spec_of
 from gdpo_nemo.config.allowed_values import ALIASED, LORA_TARGETS, RECOMPUTED_MODULES
 from gdpo_nemo.config.effects import SWITCHED_OFF, keys_without_effect, value_of
 from gdpo_nemo.config.health import read_checks
-from gdpo_nemo.config.layout import (
-    Layout,
-    Resolved,
-    check_prompt_sharing,
-    resolve_layout,
-    updates_per_step,
-)
+from gdpo_nemo.config.layout import Layout, Resolved, check_prompt_sharing, resolve_layout, updates_per_step
 from gdpo_nemo.config.model_checks import check_files
-from gdpo_nemo.config.objective_checks import (
-    check_algorithm,
-    check_learning,
-    check_strided,
-    objective_notes,
-)
+from gdpo_nemo.config.objective_checks import check_algorithm, check_learning, check_strided, objective_notes
 from gdpo_nemo.config.placement import Places, address_source, joined, place, place_workers
 from gdpo_nemo.config.requirements import check_requirements
 from gdpo_nemo.config.rollout_checks import check_parsers, check_replay, check_rollout_bounds, check_turns_kept
