@@ -49,6 +49,7 @@ SHORT = {
     "cluster.idle_agent": "started by path",
     "commands.health": "one command a file",
     "commands.report": "one command a file",
+    "utils.trial_process": "started by path",
     "__main__": "started by name",
 }
 """Files of fewer than 40 lines, and why each is not part of another one."""

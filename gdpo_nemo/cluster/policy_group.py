@@ -45,8 +45,8 @@ from gdpo_nemo.data.prefixes import (
 from gdpo_nemo.data.records import UpdateResult
 from gdpo_nemo.data.shares import SCORING, TRAINING, Share, by_sequence
 from gdpo_nemo.models.family_checks import describe
+from gdpo_nemo.utils.import_path import load_functions
 from gdpo_nemo.utils.progress import phase
-from gdpo_nemo.utils.user_code import load_functions
 from gdpo_nemo.utils.waits import Patience
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from gdpo_nemo.cluster.session import answer, ray, sendable
 from gdpo_nemo.config.schema import PolicyConfig
 from gdpo_nemo.data.records import UpdateResult
 from gdpo_nemo.data.shares import FlatValues, Share
+from gdpo_nemo.utils.import_path import ImportPath
 from gdpo_nemo.utils.progress import importing
-from gdpo_nemo.utils.user_code import load_object
 
 if TYPE_CHECKING:
     from gdpo_nemo.algorithms.loss_selection import Objective
@@ -177,7 +177,7 @@ class PolicyRank(PolicyOperations):
         """
         if import_path not in self._senders:
             host = ray.util.get_node_ip_address()
-            self._senders[import_path] = load_object(import_path)(self.policy, self.rank, host)
+            self._senders[import_path] = ImportPath(import_path).load()(self.policy, self.rank, host)
         return getattr(self._senders[import_path], method)(*arguments)
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Callable, Iterable, NoReturn
 
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.model_checks import check_model, local_model_config
+from gdpo_nemo.config.requirements import check_requirements
 from gdpo_nemo.config.schema import Config, MegatronConfig
-from gdpo_nemo.config.validate import check_parallelism
 from gdpo_nemo.observe.display import NORMAL, QUIET, VERBOSE
 from gdpo_nemo.utils.errors import ConfigError, printable, printable_lines
 from gdpo_nemo.utils.source import DEMO as DEFAULT_CONFIG
@@ -189,7 +189,7 @@ def standalone_config(
     config.policy.max_total_sequence_length = min(longest or positions, positions)
     if torch.cuda.is_available():
         config.cluster.gpus_per_node = torch.cuda.device_count()
-    check_parallelism(config)
+    check_requirements(config)
     resolved = resolve_layout(config)
     check_model(config.policy, resolved)
     config.policy.megatron_cfg = replace(config.policy.megatron_cfg, data_parallel_size=resolved.data)

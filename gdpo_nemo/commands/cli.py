@@ -48,9 +48,9 @@ from gdpo_nemo.tools.profile import command as profile
 from gdpo_nemo.tools.reproduce import command as reproduce
 from gdpo_nemo.tools.simulation import command as simulate
 from gdpo_nemo.utils.errors import ConfigError, GdpoError
+from gdpo_nemo.utils.import_trial import imports_tried
 from gdpo_nemo.utils.progress import quiet_torch
 from gdpo_nemo.utils.signals import answered_by, leave_lost_terminal
-from gdpo_nemo.utils.user_code import imports_tried
 
 GROUPS = {
     "train": (train, chain),

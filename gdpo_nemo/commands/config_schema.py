@@ -8,6 +8,7 @@ supports completely (https://github.com/redhat-developer/yaml-language-server).
 from __future__ import annotations
 
 import math
+from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from gdpo_nemo.algorithms.ranges import LARGEST, Range, fields_of
@@ -76,7 +77,7 @@ def _value(hint: Any, valid: Range | None) -> dict[str, Any]:
 
 
 def _is_optional(hint: Any) -> bool:
-    return get_origin(hint) is Union
+    return get_origin(hint) in (Union, UnionType)
 
 
 def _bounds(valid: Range) -> dict[str, float]:

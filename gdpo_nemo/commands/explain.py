@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import textwrap
 from functools import cache
+from types import UnionType
 from typing import Any, Sequence, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import MISSING
@@ -225,7 +226,7 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 def _type_name(hint: Any) -> str:
     names = {int: "integer", float: "number", bool: "true or false", str: "text", Any: "any"}
-    if get_origin(hint) is Union:
+    if get_origin(hint) in (Union, UnionType):
         return f"{_type_name(get_args(hint)[0])}, or null"
     if get_origin(hint) is dict:
         return f"mapping of names to {_type_name(get_args(hint)[1])}"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from gdpo_nemo.commands.arguments import Commands, add_config, say
 from gdpo_nemo.config.load import load_config
+from gdpo_nemo.planning.fit import Candidate, best_per_count
 from gdpo_nemo.planning.hardware import Device, assumed_rates, device, host, load_rates, save_rates
 from gdpo_nemo.planning.report import align_lines, describe, plan_lines
 from gdpo_nemo.planning.shape import model_shape
@@ -64,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     target = _device(arguments, bool(config.cluster.gpus_per_node or arguments.sweep))
     rates = load_rates(arguments.calibration) if arguments.calibration else assumed_rates(target)
     if arguments.sweep:
-        from gdpo_nemo.planning.fit import draw, sweep, table
+        from gdpo_nemo.planning.fit import sweep, table
 
         found = sweep(resolved, shape, target, rates, arguments.sweep)
         if not found:
@@ -74,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         say(table(found, config.gdpo.max_num_steps))
         say(f"assumes    {rates.describe()}")
         title = f"{config.run.name} on {target.name}"
-        say(f"figure     {draw(found, config.gdpo.max_num_steps, title, arguments.out or 'plan.png')}")
+        say(f"figure     {_draw(found, config.gdpo.max_num_steps, title, arguments.out or 'plan.png')}")
         return 0
     lines = plan_lines(resolved, shape, target, rates)
     say(align_lines([line for line in lines if line[0] in DECISIVE]))
@@ -104,3 +106,33 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
 def _device(arguments: argparse.Namespace, gpu: bool) -> Device:
     return device(arguments.gpu, arguments.link and arguments.link * 1e9) if gpu else host()
+
+
+def _draw(candidates: list[Candidate], steps: int, title: str, path: str | Path) -> Path:
+    """Plot seconds per step and the run's GPU hours over the number of GPUs. Return the path of the image."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    best = best_per_count(candidates)
+    gpus = [c.gpus for c in best]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    perfect = [best[0].time.step * gpus[0] / n for n in gpus]
+    left.plot(gpus, [c.time.step for c in best], "o-", label="fastest layout")
+    left.plot(gpus, perfect, "--", color="grey", label="linear scaling")
+    left.set(xscale="log", yscale="log")
+    left.yaxis.set_major_formatter("{x:g}")
+    left.set(xlabel="GPUs", ylabel="seconds per step")
+    left.legend()
+    right.semilogx(gpus, [c.gpu_seconds * steps / 3600 for c in best], "o-", base=2)
+    right.set(xlabel="GPUs", ylabel=f"GPU hours for {steps} steps", ylim=(0, None))
+    for axes in (left, right):
+        axes.set_xticks(gpus, [str(n) for n in gpus])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    figure.suptitle(title)
+    path = Path(path)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return path

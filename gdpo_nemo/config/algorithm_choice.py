@@ -12,7 +12,7 @@ from gdpo_nemo.algorithms.loss_settings import LossSettings
 from gdpo_nemo.algorithms.preference_objectives import PREFERENCES, PreferenceObjective
 from gdpo_nemo.config.schema import Config, GdpoConfig
 from gdpo_nemo.utils.errors import ConfigError, nearest
-from gdpo_nemo.utils.source import find_definition
+from gdpo_nemo.utils.import_path import ImportPath
 
 Rows = Literal["sft", "pairs", "single"]
 """Format of a data row. sft: a prompt with one answer. pairs: a prompt with a better and a worse answer. single: a
@@ -186,8 +186,8 @@ def spec_named(name: str) -> AlgorithmSpec:
 @cache
 def _custom_spec(import_path: str) -> AlgorithmSpec:
     """Return the specification of a custom class, without executing its file."""
-    is_file = import_path.rpartition(":")[0].endswith(".py")
-    return AlgorithmSpec(import_path, samples=not is_file or _class_samples(import_path))
+    path = ImportPath(import_path)
+    return AlgorithmSpec(import_path, samples=not path.is_in_file or _class_samples(path))
 
 
 def spec_of(config: Config) -> AlgorithmSpec:
@@ -199,10 +199,10 @@ def spec_of(config: Config) -> AlgorithmSpec:
     return spec_named(config.algorithm.type)
 
 
-def _class_samples(import_path: str) -> bool:
+def _class_samples(import_path: ImportPath) -> bool:
     """Return the class attribute ``samples``, read from the source without executing the file. The attribute is True
     unless the class sets it to a literal False."""
-    for node in find_definition("algorithm.type", import_path).body:
+    for node in import_path.find_class("algorithm.type").body:
         if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
             continue
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]

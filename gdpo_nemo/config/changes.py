@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any
 
 from gdpo_nemo.config.algorithm_choice import ALGORITHMS
 from gdpo_nemo.config.load import config_to_dict, load_config, recorded
@@ -101,11 +102,10 @@ def flattened(tree: Any, prefix: str = "") -> dict[str, Any]:
     """Flatten nested sections to a mapping with dotted keys. An empty section adds no keys."""
     if not isinstance(tree, Mapping):
         return {prefix: tree}
-    return {
-        key: value
-        for name, branch in tree.items()
-        for key, value in flattened(branch, f"{prefix}.{name}".strip(".")).items()
-    }
+    found: dict[str, Any] = {}
+    for name, branch in tree.items():
+        found |= flattened(branch, f"{prefix}.{name}".strip("."))
+    return found
 
 
 def _text(value: Any) -> str:

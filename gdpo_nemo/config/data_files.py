@@ -11,11 +11,10 @@ from gdpo_nemo.config.algorithm_choice import is_transform
 from gdpo_nemo.config.schema import Config, DatasetConfig, DifficultyConfig
 from gdpo_nemo.models.sources import HUB_NAME
 from gdpo_nemo.utils.errors import ConfigError
-from gdpo_nemo.utils.source import find_function
+from gdpo_nemo.utils.import_path import ImportPath
 
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".tsv")
 """Supported suffixes of data files."""
-_ROWS_FUNCTION = re.compile(r".+\.py:\w+")
 
 
 def splits_to_read(config: Config) -> tuple[str, ...]:
@@ -32,7 +31,7 @@ def check_data_file(key: str, data: DatasetConfig) -> None:
     for path in data_paths(key, data):
         _check_data_path(f"{key}.path", path)
     if is_transform(data.type) and is_rows_function(data.type):
-        find_function(f"{key}.type", data.type)
+        ImportPath(data.type).find_function(f"{key}.type")
     if data.difficulty is not None:
         check_difficulty(f"{key}.difficulty", data.difficulty, data.shuffle)
 
@@ -81,7 +80,7 @@ def _matches(key: str, path: str) -> list[str]:
 def _check_data_path(key: str, entry: str) -> None:
     path = Path(os.path.expanduser(entry))
     if is_rows_function(entry):
-        find_function(key, entry)
+        ImportPath(entry).find_function(key)
     elif path.is_file():
         if path.suffix not in DATA_SUFFIXES:
             raise ConfigError(f"{key}: {path} must end with one of {', '.join(DATA_SUFFIXES)}")
@@ -99,7 +98,7 @@ def _check_data_path(key: str, entry: str) -> None:
 
 def is_rows_function(path: str) -> bool:
     """Return whether ``path`` names a function that returns rows, ``file.py:function``."""
-    return bool(_ROWS_FUNCTION.fullmatch(path))
+    return ImportPath(path).is_in_file and re.fullmatch(r"\w+", ImportPath(path).name) is not None
 
 
 def is_local(path: str) -> bool:

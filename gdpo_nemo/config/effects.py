@@ -8,22 +8,18 @@ switched off, their remaining settings only cause a note, so that switching them
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from functools import partial
-from typing import Any, Callable, Iterator, Mapping, NamedTuple
+from typing import Any, NamedTuple
 
 from gdpo_nemo.algorithms.estimators import ESTIMATORS
 from gdpo_nemo.algorithms.loss_selection import correction_entry, loss_entry
 from gdpo_nemo.algorithms.losses import LOSSES
 from gdpo_nemo.algorithms.offpolicy import CORRECTIONS
 from gdpo_nemo.algorithms.preference_objectives import PREFERENCES
-from gdpo_nemo.config.algorithm_choice import (
-    ALGORITHMS,
-    AlgorithmSpec,
-    Unused,
-    is_transform,
-    resolved_loss,
-)
+from gdpo_nemo.config.algorithm_choice import ALGORITHMS, Unused, is_transform, resolved_loss, spec_of
+from gdpo_nemo.config.layout import validations
 from gdpo_nemo.config.rollout_checks import steps_ahead
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.transports import chosen_transport, declared
@@ -37,34 +33,15 @@ class Effect(NamedTuple):
     when: Callable[[Config], bool]
     why: str
 
-    def matters(self, config: Config, algorithm: AlgorithmSpec) -> bool:
-        """Return whether the keys have an effect."""
-        return self.when(config)
 
-
-class AlgorithmEffect(NamedTuple):
-    """``Effect`` with a condition that also depends on the algorithm."""
-
-    keys: tuple[str, ...]
-    when: Callable[[Config, AlgorithmSpec], bool]
-    why: str
-
-    def matters(self, config: Config, algorithm: AlgorithmSpec) -> bool:
-        """Return whether the keys have an effect."""
-        return self.when(config, algorithm)
-
-
-def _gpu(config: Config) -> bool:
+def on_gpus(config: Config) -> bool:
+    """Return whether the run uses GPUs."""
     return config.cluster.gpus_per_node > 0
 
 
-def _validates(config: Config) -> bool:
-    return config.gdpo.val_period > 0 or config.gdpo.val_at_start
-
-
-def _has_reference(config: Config, algorithm: AlgorithmSpec) -> bool:
+def _has_reference(config: Config) -> bool:
     kind = config.algorithm.type
-    if algorithm.section == "preference":
+    if spec_of(config).section == "preference":
         return config.preference.needs_reference(kind)
     custom = kind not in ALGORITHMS  # a custom class may need the reference
     return custom or config.loss_fn.reference_policy_kl_penalty > 0 or config.gdpo.kl_in_reward is not None
@@ -91,16 +68,16 @@ def _reads_file(split: str, config: Config) -> bool:
     return dataset is None or dataset.path is not None
 
 
-def _prompts_are_rows(split: str, config: Config) -> bool:
+def prompts_are_rows(split: str, config: Config) -> bool:
     """Return True if each row of a split is one prompt rather than a text with anchors, or if the split is not
     configured."""
     return value_of(config, f"data.{split}.strided") is None
 
 
-def _reads_type(split: str, config: Config, algorithm: AlgorithmSpec) -> bool:
+def _reads_type(split: str, config: Config) -> bool:
     """Return whether the ``type`` of a split has an effect, either as an answer format or as a transform of rows."""
     how = value_of(config, f"data.{split}.type")
-    return _reads_file(split, config) if is_transform(how) else algorithm.rows is not None
+    return _reads_file(split, config) if is_transform(how) else trains_answers(config)
 
 
 _VLLM = "policy.generation.vllm_cfg"
@@ -109,15 +86,12 @@ _OFF_POLICY = "loss_fn.off_policy"
 _REFERENCED = " and ".join(name for name, objective in PREFERENCES.items() if objective.uses_reference)
 
 
-def _samples(config: Config, algorithm: AlgorithmSpec) -> bool:
-    return algorithm.samples
+def trains_answers(config: Config) -> bool:
+    """Return whether the algorithm trains on answers in the data, such as sft or dpo."""
+    return spec_of(config).rows is not None
 
 
-def _reads_answers(config: Config, algorithm: AlgorithmSpec) -> bool:
-    return algorithm.rows is not None
-
-
-def _loss_reads(config: Config, algorithm: AlgorithmSpec) -> tuple[str, ...]:
+def _loss_reads(config: Config) -> tuple[str, ...]:
     """Return the keys of `loss_fn` that the loss reads. `aggregation` is added if there is a KL penalty or an entropy
     bonus, because it also applies to these terms."""
     loss = config.loss_fn
@@ -126,29 +100,35 @@ def _loss_reads(config: Config, algorithm: AlgorithmSpec) -> tuple[str, ...]:
     return (*loss_entry(loss.type).reads, *additional)
 
 
-def _correction_reads(config: Config, algorithm: AlgorithmSpec) -> tuple[str, ...]:
+def _correction_reads(config: Config) -> tuple[str, ...]:
     """Return the keys of `loss_fn.off_policy` that the correction reads."""
-    return correction_entry(resolved_loss(config, algorithm).off_policy.correction).reads
+    return correction_entry(resolved_loss(config, spec_of(config)).off_policy.correction).reads
 
 
-_Reads = Callable[[Config, AlgorithmSpec], tuple[str, ...]]
+_Reads = Callable[[Config], tuple[str, ...]]
 
 
-def _read_by_some(section: str, registry: Mapping[str, Any], reads: _Reads) -> Iterator[AlgorithmEffect]:
-    """Yield an effect for each key of ``section`` that only some entries of ``registry`` read."""
-    choice = {"loss_fn": "type"}.get(section, "mode")
-    for key in dict.fromkeys(key for entry in registry.values() for key in entry.reads):
-        readers = " or ".join(name for name, entry in registry.items() if key in entry.reads)
-        why = f"unless {section}.{choice} is {readers}, or a custom function that reads it"
-        yield AlgorithmEffect((f"{section}.{key}",), partial(_is_read, key, reads), why)
+def _read_by_some(section: str, choice: str, registry: Mapping[str, Any], reads: _Reads) -> Iterator[Effect]:
+    """Yield an effect for each key of ``section`` that only some entries of ``registry`` read.
+
+    Args:
+        choice: key of the section that names the entry.
+    """
+    readers: dict[str, list[str]] = {}
+    for name, entry in registry.items():
+        for key in entry.reads:
+            readers.setdefault(key, []).append(name)
+    for key, names in readers.items():
+        why = f"unless {section}.{choice} is {' or '.join(names)}, or a custom function that reads it"
+        yield Effect((f"{section}.{key}",), partial(_is_read, key, reads), why)
 
 
-def _of_algorithms() -> Iterator[AlgorithmEffect]:
+def _of_algorithms() -> Iterator[Effect]:
     """Yield an effect for the keys that algorithms declare as unused, and for the sections that only some algorithms
     use."""
-    sections: dict[str, list[str]] = {}
     for unused in dict.fromkeys(unused for spec in ALGORITHMS.values() for unused in spec.unused):
-        yield AlgorithmEffect(unused.keys, partial(_reads, unused), unused.why)
+        yield Effect(unused.keys, partial(_reads, unused), unused.why)
+    sections: dict[str, list[str]] = {}
     for name, spec in ALGORITHMS.items():
         if spec.section:
             sections.setdefault(spec.section, []).append(name)
@@ -156,28 +136,50 @@ def _of_algorithms() -> Iterator[AlgorithmEffect]:
     for section, readers in sections.items():
         keys = tuple(f"{section}.{key.name}" for key in fields(getattr(default, section)))
         readers_text = readers[0] if len(readers) == 1 else f"one of {', '.join(readers)}"
-        yield AlgorithmEffect(keys, partial(_reads_section, section), f"unless algorithm.type is {readers_text}")
+        yield Effect(keys, partial(_reads_section, section), f"unless algorithm.type is {readers_text}")
 
 
-def _reads(unused: Unused, config: Config, algorithm: AlgorithmSpec) -> bool:
-    return unused not in algorithm.unused
+def _reads(unused: Unused, config: Config) -> bool:
+    return unused not in spec_of(config).unused
 
 
-def _reads_section(section: str, config: Config, algorithm: AlgorithmSpec) -> bool:
-    return algorithm.section == section
+def _reads_section(section: str, config: Config) -> bool:
+    return spec_of(config).section == section
 
 
-def _is_read(key: str, reads: _Reads, config: Config, algorithm: AlgorithmSpec) -> bool:
-    return key in reads(config, algorithm)
+def _of_split(split: str) -> Iterator[Effect]:
+    """Yield the effects of the keys in ``data.train`` or ``data.validation``."""
+    key = f"data.{split}"
+    without_answers = "with an algorithm that does not read answers from the data"
+    yield Effect((f"{key}.train_on",), trains_answers, without_answers)
+    yield Effect(
+        (f"{key}.type",),
+        partial(_reads_type, split),
+        f"{without_answers}; a transform (file.py:function) requires a path",
+    )
+    yield Effect(
+        (f"{key}.prompt_key", f"{key}.columns", f"{key}.environment_key", f"{key}.remove_columns"),
+        partial(_reads_file, split),
+        f"without {key}.path: the environment generates the prompts",
+    )
+    yield Effect(
+        (f"{key}.system_prompt", f"{key}.prompt_template", f"{key}.chat_template_kwargs"),
+        partial(prompts_are_rows, split),
+        f"with {key}.strided, whose prompts are unchanged pieces of text",
+    )
 
 
-EFFECTS: tuple[Effect | AlgorithmEffect, ...] = (
+def _is_read(key: str, reads: _Reads, config: Config) -> bool:
+    return key in reads(config)
+
+
+EFFECTS: tuple[Effect, ...] = (
     Effect(
         tuple(
             f"{_VLLM}.{name}"
             for name in ("gpu_memory_utilization", "gpu_kv_cache_memory_bytes", "enforce_eager", "head_dtype")
         ),
-        _gpu,
+        on_gpus,
         "on CPU (cluster.gpus_per_node is 0)",
     ),
     Effect(
@@ -185,7 +187,7 @@ EFFECTS: tuple[Effect | AlgorithmEffect, ...] = (
         lambda config: config.policy.precision == "bfloat16",
         "with policy.precision float32, whose logits are always float32",
     ),
-    Effect(("policy.offload_reference",), _gpu, "on CPU (cluster.gpus_per_node is 0)"),
+    Effect(("policy.offload_reference",), on_gpus, "on CPU (cluster.gpus_per_node is 0)"),
     Effect(
         ("policy.offload_reference",),
         lambda c: not c.policy.lora.rank,
@@ -193,10 +195,10 @@ EFFECTS: tuple[Effect | AlgorithmEffect, ...] = (
     ),
     Effect(
         (f"{_VLLM}.kv_cache_memory_bytes",),
-        lambda c: not _gpu(c),
+        lambda c: not on_gpus(c),
         "on GPUs, where gpu_memory_utilization or gpu_kv_cache_memory_bytes sets the size",
     ),
-    AlgorithmEffect(
+    Effect(
         (
             "gdpo.estimator",
             "gdpo.preset",
@@ -219,28 +221,11 @@ EFFECTS: tuple[Effect | AlgorithmEffect, ...] = (
             "rollout.endpoint.enabled",
             "policy.router_replay",
         ),
-        _samples,
+        lambda c: spec_of(c).samples,
         "with an algorithm that does not sample",
     ),
     *_of_algorithms(),
-    *(
-        AlgorithmEffect(
-            (f"data.{split}.train_on",),
-            _reads_answers,
-            "with an algorithm that does not read answers from the data",
-        )
-        for split in ("train", "validation")
-    ),
-    *(
-        AlgorithmEffect(
-            (f"data.{split}.type",),
-            partial(_reads_type, split),
-            "with an algorithm that does not read answers from the data; a transform (file.py:function) requires a "
-            "path",
-        )
-        for split in ("train", "validation")
-    ),
-    *_read_by_some("loss_fn", LOSSES, _loss_reads),
+    *_read_by_some("loss_fn", "type", LOSSES, _loss_reads),
     Effect(
         ("gdpo.epsilon",),
         _divides,
@@ -277,7 +262,7 @@ EFFECTS: tuple[Effect | AlgorithmEffect, ...] = (
         lambda c: c.loss_fn.use_adaptive_entropy,
         "without loss_fn.use_adaptive_entropy",
     ),
-    AlgorithmEffect(
+    Effect(
         ("policy.sync_ref_model",),
         _has_reference,
         f"without a reference model, which only KL penalties (in loss or reward), {_REFERENCED} use",
@@ -287,7 +272,7 @@ EFFECTS: tuple[Effect | AlgorithmEffect, ...] = (
         lambda c: c.policy.sync_ref_model,
         "without policy.sync_ref_model",
     ),
-    *_read_by_some(_OFF_POLICY, CORRECTIONS, _correction_reads),
+    *_read_by_some(_OFF_POLICY, "mode", CORRECTIONS, _correction_reads),
     Effect(
         (f"{_MEGATRON}.scheduler.lr_decay_steps", f"{_MEGATRON}.optimizer.min_lr"),
         lambda c: c.policy.megatron_cfg.scheduler.lr_decay_style != "constant",
@@ -298,11 +283,7 @@ EFFECTS: tuple[Effect | AlgorithmEffect, ...] = (
         lambda c: c.policy.megatron_cfg.scheduler.lr_warmup_steps > 0,
         f"while {_MEGATRON}.scheduler.lr_warmup_steps is 0",
     ),
-    Effect(
-        (f"{_MEGATRON}.scheduler.lr_hold_updates",),
-        _rate_changes,
-        "with a constant learning rate",
-    ),
+    Effect((f"{_MEGATRON}.scheduler.lr_hold_updates",), _rate_changes, "with a constant learning rate"),
     Effect(
         (f"{_MEGATRON}.freeze_moe_router",),
         lambda c: not c.policy.lora.rank,
@@ -350,9 +331,7 @@ EFFECTS: tuple[Effect | AlgorithmEffect, ...] = (
         "while rollout.save_samples is false",
     ),
     Effect(
-        ("rollout.min_valid",),
-        lambda c: c.rollout.group_timeout_s is not None,
-        "while rollout.group_timeout_s is null",
+        ("rollout.min_valid",), lambda c: c.rollout.group_timeout_s is not None, "while rollout.group_timeout_s is null"
     ),
     Effect(
         tuple(f"rollout.endpoint.{key}" for key in ("host", "port", "api_key_env", "allowed_hosts")),
@@ -374,25 +353,11 @@ EFFECTS: tuple[Effect | AlgorithmEffect, ...] = (
         lambda c: c.checkpointing.metric_name is not None,
         "without checkpointing.metric_name",
     ),
-    *(
-        Effect(
-            tuple(f"data.{split}.{key}" for key in ("prompt_key", "columns", "environment_key", "remove_columns")),
-            partial(_reads_file, split),
-            f"without data.{split}.path: the environment generates the prompts",
-        )
-        for split in ("train", "validation")
-    ),
-    *(
-        Effect(
-            tuple(f"data.{split}.{key}" for key in ("system_prompt", "prompt_template", "chat_template_kwargs")),
-            partial(_prompts_are_rows, split),
-            f"with data.{split}.strided, whose prompts are unchanged pieces of text",
-        )
-        for split in ("train", "validation")
-    ),
+    *_of_split("train"),
+    *_of_split("validation"),
 )
 
-SWITCHED_OFF: tuple[Effect | AlgorithmEffect, ...] = (
+SWITCHED_OFF: tuple[Effect, ...] = (
     Effect(
         (
             "data.validation",
@@ -403,7 +368,7 @@ SWITCHED_OFF: tuple[Effect | AlgorithmEffect, ...] = (
             "gdpo.val_top_p",
             "gdpo.val_top_k",
         ),
-        _validates,
+        lambda c: validations(c.gdpo) > 0,
         "while gdpo.val_period is 0 and gdpo.val_at_start is false",
     ),
     Effect(
@@ -419,15 +384,18 @@ SWITCHED_OFF: tuple[Effect | AlgorithmEffect, ...] = (
 )
 
 
-def keys_without_effect(
-    config: Config, algorithm: AlgorithmSpec, effects: tuple[Effect | AlgorithmEffect, ...] = EFFECTS
-) -> list[str]:
+def keys_without_effect(config: Config, effects: tuple[Effect, ...] = EFFECTS) -> list[str]:
     """Return a sentence for each changed key that has no effect, in the order of ``effects``."""
-    idle = [effect for effect in effects if not effect.matters(config, algorithm)]
-    return [f"{key}: has no effect {effect.why}" for effect in idle for key in effect.keys if _changed(config, key)]
+    found = []
+    for effect in effects:
+        if not effect.when(config):
+            found += [f"{key}: has no effect {effect.why}" for key in effect.keys if changed(config, key)]
+    return found
 
 
-def _changed(config: Config, key: str) -> bool:
+def changed(config: Config, key: str) -> bool:
+    """Return whether the value at a dotted key differs from the schema's default. False for keys below a null
+    section."""
     section = value_of(config, key.rpartition(".")[0])
     if section is None:
         return False

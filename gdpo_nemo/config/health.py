@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Sequence
+from typing import Any
 
 from gdpo_nemo.utils.errors import ConfigError
 
@@ -170,9 +171,9 @@ _WINDOW = 5
 
 def preset_checks(name: str, rewards: Sequence[str]) -> list[Check]:
     """Return the checks of a preset. A check of ``reward/NAME/...`` is repeated for each name in ``rewards``."""
-    items = [
-        {**item, "metric": item["metric"].replace("NAME", reward)}
-        for item in PRESETS[name]
-        for reward in (rewards if "NAME" in item["metric"] else [""])
-    ]
+    items: list[dict[str, Any]] = []
+    for item in PRESETS[name]:
+        metric = item["metric"]
+        names = [metric.replace("NAME", reward) for reward in rewards] if "NAME" in metric else [metric]
+        items += [{**item, "metric": metric} for metric in names]
     return read_checks(items, _WINDOW, f"health.preset: {name}")

@@ -4,6 +4,7 @@ layout."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import ceil
 
 from gdpo_nemo.config.algorithm_choice import AlgorithmSpec, spec_of
 from gdpo_nemo.config.schema import Config, GdpoConfig, MegatronConfig
@@ -194,6 +195,11 @@ def last_step(gdpo: GdpoConfig, limit: int | None) -> int:
     return steps if limit is None else min(steps, limit // prompts_per_round(gdpo))
 
 
+def validations(gdpo: GdpoConfig) -> int:
+    """Return the number of validations in a run of ``gdpo.max_num_steps`` steps."""
+    return gdpo.val_at_start + (ceil(gdpo.max_num_steps / gdpo.val_period) if gdpo.val_period else 0)
+
+
 def updates_per_step(config: Config, algorithm: AlgorithmSpec) -> int:
     """Return the number of optimizer updates in one step.
 
@@ -281,18 +287,17 @@ def stage_layers(layers: int, stages: int, first: int | None = None, last: int |
     return [range(start, stop) for start, stop in zip(ends, ends[1:])]
 
 
-def check_stages(layers: int | None, layout: MegatronConfig) -> None:
+def check_stages(layers: int, layout: MegatronConfig) -> None:
     """Check that the model's layers can be divided among the pipeline stages.
 
     Args:
-        layers: number of layers of the model; None if unknown, so that only the settings are checked.
+        layers: number of layers of the model.
 
     Raises:
         ConfigError: if the layers cannot be divided among the stages. The message contains the key and the possible
             values.
     """
     pipeline = layout.pipeline_model_parallel_size
-    virtual = layout.virtual_pipeline_model_parallel_size
     uneven = {
         f"{_PREFIX}.num_layers_in_{end}_pipeline_stage": count
         for end, count in (
@@ -300,12 +305,8 @@ def check_stages(layers: int | None, layout: MegatronConfig) -> None:
         )
         if count is not None and pipeline > 1
     }  # fmt: skip
-    if uneven and virtual:
-        raise ConfigError(f"{next(iter(uneven))}: conflicts with virtual_pipeline_model_parallel_size")
-    if not isinstance(layers, int):
-        return
     if not uneven:
-        _check_even(layers, pipeline, virtual)
+        _check_even(layers, pipeline, layout.virtual_pipeline_model_parallel_size)
         return
     between = pipeline - len(uneven)
     rest = layers - sum(uneven.values())

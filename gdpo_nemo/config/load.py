@@ -17,9 +17,11 @@ import operator
 import os
 import pickle
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, Iterator, Mapping, Sequence, Union, cast, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -27,6 +29,7 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from gdpo_nemo.config.algorithm_choice import ALGORITHMS, spec_named
 from gdpo_nemo.config.allowed_values import CHOICES, CUSTOM_FUNCTIONS, SECTIONS_OFF
+from gdpo_nemo.config.interpolations import check_interpolations
 from gdpo_nemo.config.objective_checks import environment_weights
 from gdpo_nemo.config.schema import Config, GdpoConfig
 from gdpo_nemo.utils.errors import (
@@ -37,7 +40,7 @@ from gdpo_nemo.utils.errors import (
     remember_secret,
     without_secrets,
 )
-from gdpo_nemo.utils.files import Refused, check_interpolations, check_yaml, read_text, write_whole
+from gdpo_nemo.utils.files import Refused, check_yaml, read_text, write_whole
 from gdpo_nemo.utils.source import DEMO, REPOSITORY, find_file
 
 MOST_FILES = 100
@@ -46,7 +49,7 @@ _SCALARS = {int: "an integer", float: "a number", bool: "true or false", str: "t
 
 ConfigSource = Union[str, "os.PathLike[str]", Mapping[str, Any], Config, None]
 """A YAML file, its content as a mapping, a loaded config, or None for the demo config."""
-Overrides = Union[Sequence[str], Mapping[str, Any]]
+Overrides = Sequence[str] | Mapping[str, Any]
 """List of ``section.key=value`` texts, or mapping of dotted keys to Python values."""
 Sources = list[tuple[str, dict[str, Any], bool]]
 """List of (name for messages, content, complete). If ``complete`` is True, a mapping of rewards or environments in the
@@ -282,7 +285,10 @@ def _leaves(node: Any, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]
     if not isinstance(node, (dict, list)):
         return {path: node}
     branches = node.items() if isinstance(node, dict) else enumerate(node)
-    return {inner: value for name, branch in branches for inner, value in _leaves(branch, (*path, name)).items()}
+    found: dict[tuple[Any, ...], Any] = {}
+    for name, branch in branches:
+        found |= _leaves(branch, (*path, name))
+    return found
 
 
 def _note_environment(before: Any, after: Any) -> None:
@@ -347,7 +353,10 @@ def _read_parents(
     parents = [parents] if isinstance(parents, str) else parents
     if not isinstance(parents, list) or not all(isinstance(p, str) for p in parents):
         raise ConfigError(f"defaults: expected a file name or a list of file names ({path})")
-    return [source for parent in parents for source in _read_with_parents(_parent(path, parent), children, read)]
+    sources = []
+    for parent in parents:
+        sources += _read_with_parents(_parent(path, parent), children, read)
+    return sources
 
 
 def _parent(path: Path, name: str) -> Path:
@@ -441,7 +450,7 @@ def _check(node: Any, hint: Any, key: str, source: str) -> None:  # noqa: C901
     """Check a value against the type ``hint``. Raises ConfigError at the first unknown key or wrong type."""
     if isinstance(node, str) and ("${" in node or node == MISSING):
         return  # Interpolations are checked after resolving, and mandatory values after merging.
-    if get_origin(hint) is Union:
+    if get_origin(hint) in (Union, UnionType):
         if node is None:
             return
         hint = next(a for a in get_args(hint) if a is not type(None))
@@ -533,8 +542,8 @@ def _elsewhere(path: Path) -> str:
 
 
 def _nearest_file(path: Path) -> str:
-    folders = [folder for folder in (path.parent, REPOSITORY / path.parent) if folder.is_dir()]
-    names = [file.name for folder in folders for file in folder.glob("*.yaml")]
+    files = [*path.parent.glob("*.yaml"), *(REPOSITORY / path.parent).glob("*.yaml")]
+    names = [file.name for file in files]
     near = difflib.get_close_matches(path.name, names, n=1)
     return f", did you mean {path.parent / near[0]}?" if near else ""
 

@@ -35,7 +35,8 @@ from gdpo_nemo.models.weight_files import (
 )
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.files import read_json_object
-from gdpo_nemo.utils.source import find_function, parse_file
+from gdpo_nemo.utils.import_path import ImportPath
+from gdpo_nemo.utils.source import parse_file
 
 FACTORY_CONFIGS = "MODEL_CONFIGS"
 """Name of a dictionary literal in the model factory's file: {function: fields of config.json}. The dictionary describes
@@ -145,7 +146,8 @@ def _factory_config(reference: str) -> dict[str, Any] | None:
     """Return the entry of ``function`` in the factory file's MODEL_CONFIGS, or None if the file has none. Raises
     ConfigError."""
     key = "policy.model_factory"
-    path, function = find_function(key, reference)
+    function = ImportPath(reference).name
+    path = ImportPath(reference).find_function(key)
     for node in parse_file(key, path).body:
         if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
             continue
@@ -187,7 +189,7 @@ def check_model(policy: PolicyConfig, layout: Layout, weights: bool = True) -> M
     name = policy.model_name
     folder = Path(policy.model_name)
     if policy.model_factory:
-        find_function("policy.model_factory", policy.model_factory)
+        ImportPath(policy.model_factory).find_function("policy.model_factory")
         # A config that inherits a factory would train a random model under the name of a pretrained one.
         if may_be_on_the_hub(name):
             raise ConfigError(
@@ -393,9 +395,10 @@ def _check_attention(model: ModelDescription, megatron: MegatronConfig) -> None:
 
 
 def _check_divides(key: str, size: int, counts: list[tuple[int, str]]) -> None:
+    common = math.gcd(*(count for count, _ in counts))
     for count, what in counts:
         if count % size:
-            works = [n for n in range(1, count + 1) if all(c % n == 0 for c, _ in counts)]
+            works = [n for n in range(1, common + 1) if common % n == 0]
             raise ConfigError(
                 f"{key}: {size} does not divide the model's {count} {what}; possible: {', '.join(map(str, works))}"
             )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from gdpo_nemo.algorithms.component_weights import check_component_weights
 from gdpo_nemo.algorithms.loss_selection import (
@@ -16,7 +17,6 @@ from gdpo_nemo.algorithms.loss_selection import (
     why_all_sequences,
 )
 from gdpo_nemo.algorithms.loss_settings import LossSettings
-from gdpo_nemo.algorithms.losses import LOSSES
 from gdpo_nemo.algorithms.preference_objectives import PREFERENCES
 from gdpo_nemo.algorithms.rewards import check_shaping, creates, parse_condition, rule_name
 from gdpo_nemo.algorithms.selection import check_selection
@@ -31,17 +31,16 @@ from gdpo_nemo.config.algorithm_choice import (
     trains_stale_samples_as_new,
 )
 from gdpo_nemo.config.data_files import may_be_on_the_hub
-from gdpo_nemo.config.layout import Layout, samples_per_step, updates_per_step
+from gdpo_nemo.config.layout import Layout, samples_per_step
 from gdpo_nemo.config.model_checks import check_model, read_model
 from gdpo_nemo.config.schema import Config, GdpoConfig
 from gdpo_nemo.config.sections import LoraConfig
 from gdpo_nemo.utils.errors import ConfigError
-from gdpo_nemo.utils.source import find_function
-from gdpo_nemo.utils.user_code import load_object
+from gdpo_nemo.utils.import_path import ImportPath
 
 
 def check_learning(config: Config, algorithm: AlgorithmSpec) -> None:
-    """Check rewards, shaping, estimator, credit, dynamic sampling and loss.
+    """Check rewards, shaping, estimator, credit and loss.
 
     Raises:
         ConfigError: if a setting would fail or have no effect. The message contains the key and the remedy.
@@ -52,9 +51,8 @@ def check_learning(config: Config, algorithm: AlgorithmSpec) -> None:
     _check_shaping_rules(config.gdpo)
     check_reward_weights(config)
     check_estimator(config.gdpo)
-    _check_component_weights(config)
+    _check_component_weights(config.gdpo)
     _check_credit(config, algorithm)
-    _check_dynamic_sampling(config)
     _check_component_gradients(config)
 
 
@@ -155,8 +153,9 @@ def _check_shaping_rules(gdpo: GdpoConfig) -> None:
 
 def _check_import_path(key: str, name: str) -> None:
     """Check that the file of an import path defines the function, without executing the file. Raises ConfigError."""
-    if is_import_path(name) and name.rpartition(":")[0].endswith(".py"):
-        find_function(key, name, classes=key.startswith("gdpo."))
+    path = ImportPath(name)
+    if path.is_in_file:
+        path.find_function(key, classes=key.startswith("gdpo."))
 
 
 def check_estimator(gdpo: GdpoConfig, function: Callable[..., Any] | None = None) -> None:
@@ -194,9 +193,8 @@ def check_estimator(gdpo: GdpoConfig, function: Callable[..., Any] | None = None
         raise ConfigError(f"gdpo.estimator: {gdpo.estimator} raised {with_array_hint(error)}") from error
 
 
-def _check_component_weights(config: Config) -> None:
+def _check_component_weights(gdpo: GdpoConfig) -> None:
     """Check ``gdpo.constraints`` and ``gdpo.schedules``. Raises ConfigError."""
-    gdpo = config.gdpo
     try:
         check_component_weights(gdpo.rewards, gdpo.constraints, gdpo.schedules)
     except ValueError as error:
@@ -205,21 +203,10 @@ def _check_component_weights(config: Config) -> None:
     changed = {*gdpo.constraints, *gdpo.schedules}
     if changed:
         check_estimator(replace(gdpo, rewards={name: w * (name not in changed) for name, w in gdpo.rewards.items()}))
-    biased = {
-        "gdpo.dynamic_sampling.enabled": gdpo.dynamic_sampling.enabled,
-        "rollout.replay_buffer.groups": config.rollout.replay_buffer.groups,
-    }
-    for key, is_set in biased.items():
-        if gdpo.constraints and is_set:
-            raise ConfigError(
-                f"{key}: conflicts with gdpo.constraints, because the mean of the trained samples would not be the "
-                "mean of all samples"
-            )
 
 
 def _check_loss(config: Config, algorithm: AlgorithmSpec) -> None:
     loss = config.loss_fn
-    size = config.policy.train_global_batch_size
     if old_logprobs_source(config) == "sampler" and loss.off_policy.correction != "none":
         because = "loss_fn.old_logprobs is sampler" if loss.old_logprobs else "rollout.max_staleness is above 0"
         raise ConfigError(
@@ -234,12 +221,6 @@ def _check_loss(config: Config, algorithm: AlgorithmSpec) -> None:
         check_skipping(config)
     _check_import_path("loss_fn.type", loss.type)
     _check_import_path("loss_fn.off_policy.mode", loss.off_policy.correction)
-    group = config.gdpo.num_generations_per_prompt
-    if loss_entry(loss.type).by_group and size and size % group and updates_per_step(config, algorithm) > 1:
-        raise ConfigError(
-            f"policy.train_global_batch_size: {size} splits groups of {group} samples between updates, which "
-            f"loss_fn.type {loss.type} does not support; use a multiple of gdpo.num_generations_per_prompt"
-        )
 
 
 def check_skipping(config: Config, functions: Functions | None = None) -> None:
@@ -255,8 +236,6 @@ def _check_credit(config: Config, algorithm: AlgorithmSpec) -> None:
     if gdpo.credit == "sequence":
         return
     by_turn = gdpo.credit == "turn"
-    if not by_turn and algorithm.head == "value":
-        raise ConfigError(f"gdpo.credit: span conflicts with algorithm {config.algorithm.type}; use sequence or turn")
     whole = {
         "gdpo.shaping": by_turn and bool(gdpo.shaping),
         "gdpo.kl_in_reward": by_turn and kl_in_reward(config.gdpo) and algorithm.head != "value",
@@ -288,78 +267,18 @@ def _check_component_gradients(config: Config) -> None:
             raise ConfigError(f"gdpo.component_gradient_period: cannot split the gradient: {reason}; set it to 0")
 
 
-def _check_dynamic_sampling(config: Config) -> None:
-    if config.gdpo.dynamic_sampling.leave_one_out and loss_entry(config.loss_fn.type).by_group:
-        raise ConfigError(
-            f"gdpo.dynamic_sampling.leave_one_out: leaves incomplete groups, which loss_fn.type {config.loss_fn.type} "
-            "does not support"
-        )
-    if config.gdpo.dynamic_sampling.leave_one_out and not follows_nemo_rl(config.gdpo):
-        raise ConfigError(
-            "gdpo.dynamic_sampling.leave_one_out: replaces the only sample that differs from its group, and trains the "
-            "others with advantage 0; remove it, or reproduce NeMo-RL with gdpo.preset: nemo_rl or equal_peers: raw in "
-            "gdpo.options"
-        )
-    _check_replacement(config)
-
-
-def follows_nemo_rl(gdpo: GdpoConfig) -> bool:
-    """Return True if the leave-one-out scores are those of NeMo-RL, including their defects."""
-    return gdpo.preset == "nemo_rl" or gdpo.options.get("equal_peers") == "raw"
-
-
-def _check_replacement(config: Config) -> None:
-    """Check dynamic sampling with ``rollout.max_staleness`` above 0. Raises ConfigError.
-
-    With staleness, groups are replaced one at a time, so surplus rounds and partial groups are not supported.
-    """
-    dynamic = config.gdpo.dynamic_sampling
-    if not dynamic.enabled or not config.rollout.max_staleness:
-        return
-    why = {"batch_multiplier": dynamic.batch_multiplier is not None, "leave_one_out": dynamic.leave_one_out}
-    for key, is_set in why.items():
-        if is_set:
-            raise ConfigError(
-                f"gdpo.dynamic_sampling.{key}: requires rollout.max_staleness 0, got {config.rollout.max_staleness}; "
-                "groups sampled ahead are replaced only as a whole, one at a time"
-            )
-
-
 def check_algorithm(config: Config, algorithm: AlgorithmSpec, layout: Layout) -> None:
     """Run the additional check of the config's algorithm, if it declares one. Raises ConfigError."""
     if algorithm.check:
-        load_object(algorithm.check)(config, algorithm, layout)
+        ImportPath(algorithm.check).load()(config, algorithm, layout)
 
 
 def check_ppo(config: Config, algorithm: AlgorithmSpec, layout: Layout) -> None:
     """Check that PPO supports the settings. Raises ConfigError."""
-    name = config.algorithm.type
     try:
         config.ppo.check()
     except ValueError as error:
         raise ConfigError(f"ppo.{error}") from None
-    if config.policy.lora.rank:
-        raise ConfigError(
-            f"policy.lora.rank: {name} trains the whole model, because its value head cannot be part of an adapter; "
-            "use 0"
-        )
-    if config.policy.skip_zero_advantage:
-        raise ConfigError(
-            f"policy.skip_zero_advantage: would change the gradient: the value head of {name} learns from all samples"
-        )
-    loss = config.loss_fn
-    if loss.type in LOSSES and LOSSES[loss.type].by_group:
-        raise ConfigError(f"loss_fn.type: {loss.type} does not support the token-level advantages of {name}")
-    if loss.off_policy.sequence_mask_threshold is not None:
-        raise ConfigError(
-            f"loss_fn.off_policy.sequence_mask_threshold: conflicts with algorithm {name}, which has token-level "
-            "advantages, because it masks whole samples"
-        )
-    if config.gdpo.dynamic_sampling.enabled and config.gdpo.num_generations_per_prompt < 2:
-        raise ConfigError(
-            "gdpo.dynamic_sampling.enabled: would drop every group, because groups have only one sample "
-            "(gdpo.num_generations_per_prompt)"
-        )
 
 
 def check_supervised(config: Config, algorithm: AlgorithmSpec, layout: Layout) -> None:
@@ -380,17 +299,6 @@ def check_supervised(config: Config, algorithm: AlgorithmSpec, layout: Layout) -
             raise ConfigError(
                 f"data.{split}.train_on: has no effect with {name}, which compares whole answers; remove it"
             )
-    if config.policy.generation.temperature != 1:
-        raise ConfigError(
-            f"policy.generation.temperature: must be 1 with algorithm {name}, whose loss uses the model's unscaled "
-            "probabilities"
-        )
-    if config.loss_fn.aggregation == "constant":
-        raise ConfigError(f"loss_fn.aggregation: constant requires sampled completions, which {name} does not have")
-    if config.policy.skip_zero_advantage:
-        raise ConfigError(
-            f"policy.skip_zero_advantage: has no effect with algorithm {name}, which does not use advantages"
-        )
 
 
 def check_preferences(config: Config, algorithm: AlgorithmSpec, layout: Layout) -> None:
@@ -402,10 +310,6 @@ def check_preferences(config: Config, algorithm: AlgorithmSpec, layout: Layout) 
     except ValueError as error:
         raise ConfigError(f"preference.{error}") from None
     size = config.policy.train_global_batch_size or samples_per_step(config.gdpo, algorithm)
-    if algorithm.head == "score" and config.policy.lora.rank:
-        raise ConfigError(
-            f"policy.lora.rank: {name} trains the whole model, because its head cannot be part of an adapter; use 0"
-        )
     if algorithm.rows == "pairs" and size % 2:
         raise ConfigError(f"policy.train_global_batch_size: {size} splits a pair of answers; use an even number")
     if PREFERENCES[name].estimates_kl and size < 2:
@@ -420,7 +324,6 @@ _KEY = "teacher.model_name"
 
 def check_teacher(config: Config, algorithm: AlgorithmSpec, layout: Layout) -> None:
     """Check that distillation supports the settings and the teacher. Raises ConfigError."""
-    _check_sampling(config)
     name = config.teacher.model_name
     if not name:
         raise ConfigError(
@@ -443,27 +346,6 @@ def check_teacher(config: Config, algorithm: AlgorithmSpec, layout: Layout) -> N
         )
 
 
-def _check_sampling(config: Config) -> None:
-    """Check that sampling does not change the model's probabilities, and that the loss supports token-level advantages.
-    Raises ConfigError."""
-    name = config.algorithm.type
-    generation = config.policy.generation
-    for key, usual in (("temperature", 1.0), ("top_p", 1.0), ("top_k", -1)):
-        if getattr(generation, key) != usual:
-            raise ConfigError(
-                f"policy.generation.{key}: must be {usual:g} with algorithm {name}, which compares the model's "
-                "unscaled probabilities with the teacher's"
-            )
-    loss = config.loss_fn
-    if loss.type in LOSSES and LOSSES[loss.type].by_group:
-        raise ConfigError(f"loss_fn.type: {loss.type} does not support the token-level advantages of {name}")
-    if loss.off_policy.sequence_mask_threshold is not None:
-        raise ConfigError(
-            f"loss_fn.off_policy.sequence_mask_threshold: conflicts with algorithm {name}, which has token-level "
-            "advantages, because it masks whole samples"
-        )
-
-
 def check_strided(config: Config, algorithm: AlgorithmSpec) -> None:
     """Check that the settings in ``strided`` fit the other sections. Raises ConfigError."""
     policy = config.policy
@@ -473,13 +355,6 @@ def check_strided(config: Config, algorithm: AlgorithmSpec) -> None:
             continue
         key = f"data.{split}.strided"
         context, answer = data.strided.context_length, data.strided.generate_max_len
-        if algorithm.rows is not None:
-            raise ConfigError(
-                f"{key}: algorithm {config.algorithm.type} trains the answers in the data; anchors require an "
-                "algorithm that samples"
-            )
-        if data.chat:
-            raise ConfigError(f"data.{split}.chat: conflicts with {key}, whose text is passed to the model unchanged")
         if context + answer > policy.max_total_sequence_length:
             raise ConfigError(
                 f"{key}.context_length: {context} tokens and the following {answer} (generate_max_len) exceed "

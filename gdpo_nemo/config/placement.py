@@ -4,9 +4,9 @@ the plan and the run."""
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Iterable
 
 from gdpo_nemo.config.layout import Layout
 from gdpo_nemo.config.schema import ClusterConfig, Config
@@ -100,7 +100,9 @@ def _policy_places(layout: Layout, nodes: int, gpus: int) -> tuple[int, ...]:
 
 
 def _colocated(layout: Layout, policy: tuple[int, ...]) -> Places:
-    free = {node: [rank for rank, rank_node in enumerate(policy) if rank_node == node] for node in sorted(set(policy))}
+    free: dict[int, list[int]] = {node: [] for node in sorted(set(policy))}
+    for rank, node_of_rank in enumerate(policy):
+        free[node_of_rank].append(rank)
     engines = []
     shared = []
     size = layout.engine_tensor

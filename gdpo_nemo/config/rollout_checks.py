@@ -8,6 +8,7 @@ import importlib.util
 import math
 from pathlib import Path
 
+from gdpo_nemo.config.layout import validations
 from gdpo_nemo.config.schema import Config, GdpoConfig, RolloutConfig
 from gdpo_nemo.config.sections import GenerationConfig
 from gdpo_nemo.utils.errors import ConfigError, nearest
@@ -197,40 +198,14 @@ def saves_all_groups(config: Config) -> bool:
     return saved is None or saved >= config.gdpo.num_prompts_per_step
 
 
-def check_reuse(config: Config) -> None:
-    """Check that groups can be saved, replayed and sampled again as configured.
-
-    Raises:
-        ConfigError: if settings conflict. The message contains the key and the arithmetic.
-    """
-    saved = config.rollout.save_groups
-    groups = config.gdpo.num_prompts_per_step
-    if saved is not None and saved > groups:
-        raise ConfigError(
-            f"rollout.save_groups: {saved} exceeds the {groups} groups of a step (gdpo.num_prompts_per_step); use null "
-            "to save all"
-        )
-    if config.rollout.replay_buffer.groups:
-        _check_amount(config)
-        _check_surroundings(config)
-    dynamic = config.gdpo.dynamic_sampling
-    if dynamic.enabled and dynamic.reroll_after and dynamic.leave_one_out:
-        raise ConfigError(
-            "gdpo.dynamic_sampling.reroll_after: conflicts with leave_one_out, which drops samples instead of groups"
-        )
-
-
-def _check_amount(config: Config) -> None:
+def check_replay(config: Config) -> None:
     """Check that enough groups are available for the replay buffer, and that they are not too old. Raises
     ConfigError."""
     buffer = config.rollout.replay_buffer
+    if not buffer.groups:
+        return
     groups = config.gdpo.num_prompts_per_step
     staleness = config.rollout.max_staleness
-    if not staleness:
-        raise ConfigError(
-            f"{_KEY}.groups: {buffer.groups} groups of earlier weights conflict with rollout.max_staleness 0, which "
-            "is exactly on-policy; set it to 1 or more"
-        )
     offered = max(0, new_groups(config)) * buffer.reuse
     if buffer.groups > offered:
         raise ConfigError(
@@ -242,26 +217,6 @@ def _check_amount(config: Config) -> None:
         raise ConfigError(
             f"{_KEY}.max_age: {buffer.max_age} excludes groups that were already {staleness} steps old "
             f"(rollout.max_staleness) when first trained; use at least {staleness + 1}"
-        )
-
-
-def _check_surroundings(config: Config) -> None:
-    if config.loss_fn.old_logprobs != "trainer":
-        raise ConfigError(
-            f"{_KEY}.groups: requires loss_fn.old_logprobs: trainer, which recomputes the denominator of their ratio"
-        )
-    if not config.rollout.save_samples:
-        raise ConfigError(
-            f"{_KEY}.groups: requires rollout.save_samples, because a resumed run reads its groups from the samples"
-        )
-    if not saves_all_groups(config):
-        raise ConfigError(
-            f"{_KEY}.groups: requires rollout.save_groups null, because a resumed run reads its groups from the samples"
-        )
-    if config.gdpo.group_by == "prompt":
-        raise ConfigError(
-            f"{_KEY}.groups: requires gdpo.group_by row; with group_by prompt, old samples would be compared "
-            "with new samples"
         )
 
 
@@ -288,8 +243,10 @@ def _parser_names(package: str) -> list[str]:
     if vllm is None or vllm.origin is None:
         raise ConfigError("policy.generation: vLLM is not installed; install it, or set no parser")
     source = (Path(vllm.origin).parent / package / "__init__.py").read_text()
-    tables = (node.value for node in ast.parse(source).body if isinstance(node, ast.Assign))
-    names = (ast.literal_eval(key) for table in tables if isinstance(table, ast.Dict) for key in table.keys if key)
+    names = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            names |= {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
     return sorted(name for name in names if isinstance(name, str))
 
 
@@ -320,7 +277,7 @@ def check_turns_kept(config: Config, held_out: int | None = None) -> None:
         what = "a depth of"
         prompts = ("rollout.depth", resolved_depth(config) or resolved_bound(config))
     _check(what, prompts, ("gdpo.num_generations_per_prompt", samples), turns)
-    if config.data.validation is None or not (gdpo.val_period or gdpo.val_at_start):
+    if config.data.validation is None or not validations(gdpo):
         return
     known = held_out if held_out is not None else gdpo.val_prompts
     if known is not None:

@@ -9,7 +9,7 @@ two cannot differ. This module does not import torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Dict, List, Optional
+from typing import Annotated, Any
 
 from omegaconf import MISSING
 
@@ -47,7 +47,7 @@ class RunConfig:
     seed: Annotated[int, Range(0, 2**62)] = 42
     """Random seed for data order, sampling and initialization. Two runs with the same seed and layout are bitwise
     equal."""
-    date: Optional[str] = None
+    date: str | None = None
     """Date that chat templates write into prompts (for example those of Llama 3.2 and gpt-oss), such as 2026-11-28.
     Null: the day on which the run is started. `config.yaml` in the run folder records the date, so a resumed run has
     the same prompts."""
@@ -64,7 +64,7 @@ class AlgorithmConfig:
     type: str = "gdpo"
     """For a user-defined class, use its import path, `file.py:Name` (see `examples/custom_sft.py`). An algorithm that
     does not sample (`samples = False` in its class) needs no engines, no environments and no gdpo.rewards."""
-    options: Dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     """Options of a user-defined algorithm class, by name. The class reads these options from the config."""
 
 
@@ -72,7 +72,7 @@ class AlgorithmConfig:
 class TeacherConfig:
     """Teacher model for distillation."""
 
-    model_name: Optional[str] = None
+    model_name: str | None = None
     """Hugging Face folder, or name on the hub. The teacher may have any size but must use the policy's tokenizer. The
     teacher is frozen and runs on the policy's ranks in the same parallel layout, which must also fit the teacher's
     dimensions."""
@@ -87,7 +87,7 @@ class DynamicSamplingConfig:
     """Drop each group to which the estimator gives no advantage, with the rewards after shaping, the step's weights and
     the samples that are compared (see group_by). Other prompts are sampled in place of a dropped group. With
     rollout.max_staleness above 0, groups are replaced one at a time."""
-    batch_multiplier: Annotated[Optional[float], Range(1)] = None
+    batch_multiplier: Annotated[float | None, Range(1)] = None
     """Number of prompts in every generation round, as a multiple of num_prompts_per_step. Surplus groups are discarded
     (DAPO, NeMo-RL). Requires rollout.max_staleness 0. Null: the first round has num_prompts_per_step prompts, and later
     rounds have as many as are still missing."""
@@ -117,28 +117,28 @@ class GdpoConfig:
     estimator: str = "gdpo"
     """Advantage estimator: gdpo, grpo, dr_grpo, rloo, ... (`gdpo-nemo explain gdpo.estimator` lists all), or the import
     path of a user-defined function, `file.py:name` (see `examples/custom_estimator.py`)."""
-    preset: Optional[str] = None
+    preset: str | None = None
     """Published GDPO variant to reproduce exactly, including its defects: paper, trl, trl_fork, verl, ms_swift or
     nemo_rl."""
-    options: Dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     """Options of the estimator, by name. All estimators: batch_rows, batch_unit, ddof, missing, singleton,
     leave_one_out, equal_peers, scale_rewards."""
-    rewards: Annotated[Dict[str, float], Range(-(10**12), 10**12)] = MISSING
+    rewards: Annotated[dict[str, float], Range(-(10**12), 10**12)] = MISSING
     """Weight of each reward component used for training, by name: `{correctness: 1.0, format: 1.0}`. Optional if the
     environments provide their own rewards and weights (nemo_gym)."""
-    constraints: Dict[str, Any] = field(default_factory=dict)
+    constraints: dict[str, Any] = field(default_factory=dict)
     """Bounds on the mean of reward components over the batch: `{length: {at_least: 0.95}}`, or `at_most`. Each step
     moves the component's weight by `lr` (0.1) times the difference between bound and mean, from its weight in `rewards`
     to at most `max_weight` (10) and at least 0. With `at_most`, the weight is from -`max_weight` to 0."""
-    schedules: Dict[str, Any] = field(default_factory=dict)
+    schedules: dict[str, Any] = field(default_factory=dict)
     """Weights of reward components by step, as lists of [step, weight]: `{format: [[50, 1.0], [100, 0.2]]}`. The weight
     is linear between the points, starts at step 1 with the weight in `rewards`, and is constant after the last
     point."""
-    shaping: List[Dict[str, Any]] = field(default_factory=list)
+    shaping: list[dict[str, Any]] = field(default_factory=list)
     """Transformations of reward components, applied in this order before the advantages are computed: clip, scale,
     linear, condition, length, overlong, truncated. Example: `{component: length, condition: {on: correctness, ge:
     1.0}}`."""
-    batch_norm: Optional[bool] = None
+    batch_norm: bool | None = None
     """Standardize the advantages over all sequences of the batch that have a training signal. The GDPO paper and
     `preset: paper` use all sequences. Null: as published."""
     credit: str = "sequence"
@@ -153,7 +153,7 @@ class GdpoConfig:
     """Returns that serve as the baseline of a turn, with credit: turn. turn: the group's returns of the same turn.
     group: the returns of all turns of the group's other samples. The sample's own turns are left out, because they
     depend on its tokens."""
-    kl_in_reward: Annotated[Optional[float], Range(above=0)] = None
+    kl_in_reward: Annotated[float | None, Range(above=0)] = None
     """Coefficient beta of a KL penalty in the reward, relative to the initial model. The advantage becomes A - beta (KL
     - mean KL of the group), in which KL is the summed log-ratio of a trajectory. The penalty is applied before the
     batch norm and is not normalized itself. Estimators that use the sum of the rewards include the penalty in that sum.
@@ -179,7 +179,7 @@ class GdpoConfig:
     and a backward pass for each component and for each expected reward. 0: off."""
     max_num_steps: Annotated[int, Range(1)] = 100
     """Number of steps after which training ends."""
-    max_num_epochs: Annotated[Optional[int], Range(1)] = None
+    max_num_epochs: Annotated[int | None, Range(1)] = None
     """Number of epochs over the training prompts after which training ends, rounded down to whole steps. Training ends
     earlier if max_num_steps is reached. Null: no limit."""
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
@@ -187,11 +187,11 @@ class GdpoConfig:
     """Number of steps between validations; 0 disables validation."""
     val_at_start: bool = False
     """Also validate the untrained model before the first step."""
-    val_prompts: Annotated[Optional[int], Range(1)] = None
+    val_prompts: Annotated[int | None, Range(1)] = None
     """Number of held-out prompts per validation; null uses all held-out prompts."""
     val_generations_per_prompt: Annotated[int, Range(1, 10**6)] = 1
     """Number of samples per held-out prompt. Validation metrics are means over these samples."""
-    val_pass_at_k: Annotated[List[int], Range(1, 10**6)] = field(default_factory=list)
+    val_pass_at_k: Annotated[list[int], Range(1, 10**6)] = field(default_factory=list)
     """Values of k for which validation reports the unbiased pass@k of each component, that is, the expected best of k
     samples: the largest reward, or the smallest for a component with a negative weight. Each k is at most
     val_generations_per_prompt. Example: `[1, 4, 8]`."""
@@ -212,7 +212,7 @@ class TurnsConfig:
 
     max_turns: Annotated[int, Range(1, 10**6)] = 1
     """Maximum number of policy turns in a trajectory. Longer trajectories are truncated."""
-    max_tokens: Annotated[Optional[int], Range(1)] = None
+    max_tokens: Annotated[int | None, Range(1)] = None
     """Maximum number of tokens that the policy generates in a trajectory, over all turns. Null: each turn is limited by
     policy.generation.max_new_tokens only."""
 
@@ -227,10 +227,10 @@ class EndpointConfig:
     """Address to listen on. Without `api_key_env`, every client that can reach the address can request completions."""
     port: Annotated[int, Range(0, 65_535)] = 8000
     """Port to listen on. Agents must be configured with the same port. 0 selects any free port."""
-    api_key_env: Optional[str] = None
+    api_key_env: str | None = None
     """Environment variable with the access token that clients must send, as a bearer token or as x-api-key. Null: no
     token."""
-    allowed_hosts: List[str] = field(default_factory=list)
+    allowed_hosts: list[str] = field(default_factory=list)
     """Host names by which clients reach the server, in addition to IP addresses, localhost and the machine's name. Web
     pages of these hosts may send requests, as those of localhost and loopback addresses. Other requests are refused."""
 
@@ -260,7 +260,7 @@ class RolloutConfig:
     """Treatment of samples in flight at a weight update, with max_staleness above 0. recompute: recompute the cached
     keys and values, and sample the remaining tokens with the new weights. keep: reuse the cached keys and values, which
     is faster but cannot be replayed. drain: let each engine finish its samples before the update."""
-    window: Annotated[Optional[int], Range(1)] = None
+    window: Annotated[int | None, Range(1)] = None
     """Reorder window W, in groups: at most W - 1 later groups may be trained before an earlier group. Null: 1, so that
     groups are trained in the order of the prompts. A larger window allows fewer groups in flight (see depth)."""
     depth: Any = "auto"
@@ -269,7 +269,7 @@ class RolloutConfig:
     sync_every: Annotated[int, Range(1)] = 1
     """Number of steps between weight updates of the engines. Values above 1 require max_staleness of at least
     sync_every - 1."""
-    group_timeout_s: Annotated[Optional[float], Range(above=0, most=_TEN_YEARS_S)] = None
+    group_timeout_s: Annotated[float | None, Range(above=0, most=_TEN_YEARS_S)] = None
     """Seconds after which the unfinished samples of a group are stopped. Stopped samples have the outcome `aborted` and
     are not trained. Null: no limit."""
     min_valid: Annotated[float, Range(above=0, most=1)] = 0.5
@@ -300,10 +300,10 @@ class RolloutConfig:
     save_entropies: bool = False
     """Save the policy's entropy at every token. The trainer's log-probs are computed in the same forward pass and are
     also saved."""
-    save_groups: Annotated[Optional[int], Range(1)] = None
+    save_groups: Annotated[int | None, Range(1)] = None
     """Number of groups per step whose samples are saved, counted from the start of the batch. Null: all groups, which
     is required for replaying the run. `gdpo-nemo plan` shows the size in bytes."""
-    function: Optional[str] = None
+    function: str | None = None
     """Custom rollout function, `file.py:function` or `package.module.function`, that creates trajectories from prompts.
     The function replaces the built-in generation loop."""
     turns: TurnsConfig = field(default_factory=TurnsConfig)
@@ -333,7 +333,7 @@ class ClusterConfig:
     joins this cluster."""
     env_nodes: Annotated[int, Range(0, 100_000)] = 0
     """Number of additional nodes without GPUs for the environment workers. 0: the workers run on the driver's host."""
-    address: Optional[str] = None
+    address: str | None = None
     """Address of the Ray cluster to join, `host:port` or `auto`. Null: the cluster in RAY_ADDRESS. If RAY_ADDRESS is
     not set, a new cluster is started on this node."""
     gpus_per_node: Annotated[int, Range(0, 1024)] = 0
@@ -341,7 +341,7 @@ class ClusterConfig:
     placement: str = "separate"
     """separate: engines and policy use different GPUs. colocated: engines share the policy's GPUs and sleep during
     training, which requires rollout.max_staleness 0."""
-    cpus_per_node: Annotated[Optional[int], Range(1, 65_536)] = None
+    cpus_per_node: Annotated[int | None, Range(1, 65_536)] = None
     """Number of CPU cores to use on each node. Null: all cores that are available to the process."""
 
 
@@ -357,7 +357,7 @@ class CheckpointingConfig:
     """Number of most recent checkpoints to keep."""
     keep_best: Annotated[int, Range(0)] = 1
     """Number of best checkpoints by metric_name to keep in addition to the most recent checkpoints."""
-    metric_name: Optional[str] = None
+    metric_name: str | None = None
     """Metric that ranks the checkpoints, for example validation/correctness. Larger is better, or smaller for a reward
     component with a negative weight."""
     async_save: bool = False
@@ -383,11 +383,11 @@ class WandbConfig:
     """Send all metrics to Weights & Biases."""
     project: str = "gdpo_nemo"
     """Name of the Weights & Biases project."""
-    entity: Optional[str] = None
+    entity: str | None = None
     """User or team that owns the project. Null: the default of the account."""
-    tags: List[str] = field(default_factory=list)
+    tags: list[str] = field(default_factory=list)
     """Tags of the run."""
-    id: Optional[str] = None
+    id: str | None = None
     """Id of an existing run to continue, or the id for a new run. Null: a new id is generated. A resumed training run
     continues the same Weights & Biases run."""
     mode: str = "online"
@@ -403,12 +403,12 @@ class MlflowConfig:
     """Send all metrics to MLflow."""
     experiment: str = "gdpo_nemo"
     """Name of the MLflow experiment."""
-    tags: Dict[str, str] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
     """Tags of the run, by name."""
-    run_id: Optional[str] = None
+    run_id: str | None = None
     """Id of an existing MLflow run to continue. Null: a new MLflow run is created. A resumed training run continues the
     same MLflow run."""
-    tracking_uri: Optional[str] = None
+    tracking_uri: str | None = None
     """URI of the tracking server, or `sqlite:///file.db`. Null: MLFLOW_TRACKING_URI if set, otherwise `mlflow.db` in
     the run folder."""
 
@@ -420,7 +420,7 @@ class PrometheusConfig:
     host: str = "127.0.0.1"
     """Address to listen on, on the driver's host. The endpoint has no authentication, so every client that can reach
     the address can read the metrics. 0.0.0.0 listens on all addresses of the host."""
-    port: Annotated[Optional[int], Range(1, 65_535)] = None
+    port: Annotated[int | None, Range(1, 65_535)] = None
     """Port on which `/metrics` is served; null: off."""
 
 
@@ -444,7 +444,7 @@ class LoggerConfig:
     system_metrics: bool = False
     """Send system metrics of the driver's host to Weights & Biases and MLflow: CPU, memory, disk, network and GPU load.
     """
-    aliases: List[str] = field(default_factory=list)
+    aliases: list[str] = field(default_factory=list)
     """Programs whose metric names are also used when metrics are sent to trackers, so that runs of several programs can
     share a chart. nemo_rl: `train/reward`, `train/probs_ratio` and others. trl: `train/rewards/NAME/mean` and others.
     """
@@ -460,21 +460,21 @@ class HealthConfig:
 
     window: Annotated[int, Range(1)] = 5
     """Number of steps that the trailing mean of a metric covers, unless a check sets its own window."""
-    checks: List[Dict[str, Any]] = field(default_factory=list)
+    checks: list[dict[str, Any]] = field(default_factory=list)
     """Checks of a metric against thresholds. Required keys: `metric`, `at` (a step, start, end or every), and `min` or
     `max` or both. Optional keys: `window`, `optional` (the metric may be absent), `advisory` (a violation is only a
     warning) and `of`. `of` selects the quantity to check: value (the metric itself); start (ratio of the metric to its
     value at the start); before (ratio of the metric to the 20 steps before); rise (increase of the metric since the
     start, in standard errors). The default checks for every run also apply. A check of the same metric, `at` and `of`
     replaces a default check."""
-    disabled: List[str] = field(default_factory=list)
+    disabled: list[str] = field(default_factory=list)
     """Metrics whose default checks do not apply."""
-    preset: Optional[str] = None
+    preset: str | None = None
     """Published set of additional thresholds: axolotl (from axolotl's GRPO documentation)."""
     alerts: bool = True
     """Show an alert when a metric that is checked at every step leaves its range. The alert explains the metric and
     suggests a remedy."""
-    stop_on: List[str] = field(default_factory=list)
+    stop_on: list[str] = field(default_factory=list)
     """Metrics that stop the run with exit status 1 when they leave their range. These metrics must be checked at every
     step."""
 
@@ -493,7 +493,7 @@ class Config:
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    env: Dict[str, Any] = field(default_factory=dict)
+    env: dict[str, Any] = field(default_factory=dict)
     """Environments by name. Each value contains the options of the environment's plugin. An environment that a config
     inherits through `defaults:` and names again keeps its inherited options."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)

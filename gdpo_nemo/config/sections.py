@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Dict, List, Optional
+from typing import Annotated, Any
 
 from omegaconf import MISSING
 
@@ -54,11 +54,11 @@ class SchedulerConfig:
     four updates of a linear decay to 0 are 1, 0.75, 0.5 and 0.25 times lr."""
     lr_warmup_steps: Annotated[int, Range(0)] = 0
     """Number of updates in which the learning rate rises linearly to lr."""
-    lr_warmup_init: Annotated[Optional[float], Range(0)] = None
+    lr_warmup_init: Annotated[float | None, Range(0)] = None
     """Learning rate of the first warm-up update. The rate reaches lr after lr_warmup_steps further updates, and min_lr
     after lr_decay_steps updates; 0 is transformers' schedule. Null, as in Megatron-core: warm-up and decay are one
     update ahead of that, so the first update uses lr / lr_warmup_steps and update lr_decay_steps uses min_lr."""
-    lr_decay_steps: Annotated[Optional[int], Range(1)] = None
+    lr_decay_steps: Annotated[int | None, Range(1)] = None
     """Number of updates after which the learning rate is min_lr, including the warm-up. Null: all updates of the run.
     """
     lr_hold_updates: Annotated[int, Range(1)] = 1
@@ -74,22 +74,22 @@ class MegatronConfig:
     """Number of ranks over which each weight matrix is sharded."""
     pipeline_model_parallel_size: Annotated[int, Range(1, 100_000)] = 1
     """Number of pipeline stages, into which the layers are divided."""
-    virtual_pipeline_model_parallel_size: Annotated[Optional[int], Range(1, 100_000)] = None
+    virtual_pipeline_model_parallel_size: Annotated[int | None, Range(1, 100_000)] = None
     """Number of model chunks per pipeline stage, for the interleaved schedule; null: one. An update then has at least
     twice as many micro-batches as stages, some of which may be empty."""
-    num_layers_in_first_pipeline_stage: Annotated[Optional[int], Range(1)] = None
+    num_layers_in_first_pipeline_stage: Annotated[int | None, Range(1)] = None
     """Number of layers in the first pipeline stage, which also holds the embedding. Stages without a configured number
     divide the remaining layers evenly."""
-    num_layers_in_last_pipeline_stage: Annotated[Optional[int], Range(1)] = None
+    num_layers_in_last_pipeline_stage: Annotated[int | None, Range(1)] = None
     """Number of layers in the last pipeline stage, which also holds the output layer. Stages without a configured
     number divide the remaining layers evenly."""
     context_parallel_size: Annotated[int, Range(1, 100_000)] = 1
     """Number of ranks over which each sequence is split."""
     expert_model_parallel_size: Annotated[int, Range(1, 100_000)] = 1
     """Number of ranks over which the experts of an MoE model are distributed."""
-    expert_tensor_parallel_size: Annotated[Optional[int], Range(1, 100_000)] = None
+    expert_tensor_parallel_size: Annotated[int | None, Range(1, 100_000)] = None
     """Number of ranks over which the matrices of each expert are sharded; null: tensor_model_parallel_size."""
-    data_parallel_size: Annotated[Optional[int], Range(1, 100_000)] = None
+    data_parallel_size: Annotated[int | None, Range(1, 100_000)] = None
     """Number of model replicas. Null: as many as fit on the remaining GPUs of the cluster, or 1 on CPU."""
     sequence_parallel: bool = False
     """Shard activations outside the tensor-parallel regions along the sequence dimension."""
@@ -101,29 +101,29 @@ class MegatronConfig:
     """Overlap the distributed optimizer's parameter all-gather with the forward pass."""
     recompute: str = "none"
     """Activation recomputation: none, selective (only `recompute_modules`) or full (whole layers)."""
-    recompute_modules: List[str] = field(default_factory=lambda: ["core_attn"])
+    recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"])
     """Parts of each layer to recompute with `recompute: selective`, by Megatron's names: core_attn (attention between
     queries and keys) or mlp (dense MLP, not experts)."""
-    recompute_layers: Annotated[Optional[int], Range(1)] = None
+    recompute_layers: Annotated[int | None, Range(1)] = None
     """Number of layers to recompute in each pipeline stage (or virtual stage), counted from its first layer, with
     `recompute: full`. Null: all layers."""
     attention_backend: str = "auto"
     """Attention implementation: auto, sdpa (PyTorch, only in layers without TransformerEngine), flex (PyTorch's
     FlexAttention, only on GPUs), or one of flash, fused and unfused (TransformerEngine). Except with sdpa, packs with
     shared prompts use FlexAttention on GPUs."""
-    transformer_engine: Optional[bool] = None
+    transformer_engine: bool | None = None
     """Use TransformerEngine layers. Null: use these layers if TransformerEngine can be imported and CUDA is available.
     """
-    fused_logprobs: Optional[bool] = None
+    fused_logprobs: bool | None = None
     """Compute log-probs and entropy with Triton kernels that do not store the logits in memory. Null: use the kernels
     on GPUs with Triton, unless policy.lora adapts lm_head."""
-    moe_router_dtype: Optional[str] = None
+    moe_router_dtype: str | None = None
     """Precision in which the router of an MoE model scores the experts: float32 or float64 (or fp32, fp64). Null:
     policy.precision."""
     freeze_moe_router: bool = False
     """Freeze the router weights of an MoE model. The routers still select experts, and gradients still flow through
     them."""
-    fp8: Optional[str] = None
+    fp8: str | None = None
     """FP8 format for the matrix products of TransformerEngine: e4m3, or hybrid (e5m2 for gradients); null: off."""
     fp8_recipe: str = "delayed"
     """FP8 scaling recipe: delayed, tensorwise, blockwise or mxfp8 (on Blackwell)."""
@@ -141,7 +141,7 @@ class VllmConfig:
     """Size of the KV cache of one engine in bytes (CPU only)."""
     gpu_memory_utilization: Annotated[float, Range(above=0, most=1)] = 0.85
     """Fraction of GPU memory that one engine may use (GPU only). It must be free when the engine starts."""
-    gpu_kv_cache_memory_bytes: Annotated[Optional[int], Range(1)] = None
+    gpu_kv_cache_memory_bytes: Annotated[int | None, Range(1)] = None
     """Size of the KV cache of one engine rank in bytes (GPU only). With a size, vLLM does not profile memory when it
     starts, which other processes on the GPU may disturb, and does not limit the KV cache by gpu_memory_utilization.
     Null: the memory that gpu_memory_utilization leaves. `plan` prints this size."""
@@ -172,18 +172,18 @@ class GenerationConfig:
     which the trainer does not reproduce."""
     top_k: Annotated[int, Range(1, also=(-1,))] = -1
     """Number of most likely tokens to sample from; -1: all tokens."""
-    stop_strings: List[str] = field(default_factory=list)
+    stop_strings: list[str] = field(default_factory=list)
     """Strings that end a completion. A stop string remains part of the completion."""
-    tool_call_parser: Optional[str] = None
+    tool_call_parser: str | None = None
     """Parser of the policy's tool calls, by the name of vLLM's option --tool-call-parser, such as hermes, qwen3_xml,
     llama3_json, mistral, deepseek_v3, glm45 or openai; none: do not parse tool calls. Null: the parser for the format
     in the model's chat template, or hermes."""
-    reasoning_parser: Optional[str] = None
+    reasoning_parser: str | None = None
     """Parser that separates reasoning from the answer, by the name of vLLM's option --reasoning-parser, such as qwen3,
     deepseek_r1 or mistral. Null: reasoning remains in the text, except with the tool-call parser openai."""
     verify_weights: bool = True
     """Check every weight update by comparing the log-probs of a few sequences between trainer and engines."""
-    parity_limit: Annotated[Optional[float], Range(above=0)] = None
+    parity_limit: Annotated[float | None, Range(above=0)] = None
     """Maximum mean log-prob difference in the verify_weights check, in nats per token. The run stops if this difference
     is exceeded. Null: four times the difference measured at the start, when trainer and engines have the same initial
     weights. This automatic limit is at least 1e-4 in float32 and 0.01 in bfloat16."""
@@ -203,7 +203,7 @@ class LoraConfig:
     init: str = "uniform"
     """Initialization of matrix A: uniform, as in PEFT, or xavier (normal), as in NeMo's adapters. Matrix B starts at 0.
     """
-    target_modules: List[str] = field(
+    target_modules: list[str] = field(
         default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     )
     """Hugging Face names of the linear layers that get an adapter. The default names are supported (some model families
@@ -220,22 +220,22 @@ class PolicyConfig:
     model_name: str = MISSING
     """Folder with a Hugging Face checkpoint, or a name on the hub. Other formats are first converted to a Hugging Face
     folder: a GGUF file, a PEFT adapter, or a Megatron-core or NeMo 2 checkpoint (docs/models.md)."""
-    model_factory: Optional[str] = None
+    model_factory: str | None = None
     """`file.py:function` that creates the model, called as function(folder, seed) if the folder model_name does not
     exist. A dictionary MODEL_CONFIGS in the file, {function: fields of config.json}, describes the model for --dry-run
     and `gdpo-nemo plan`."""
-    tokenizer_name: Optional[str] = None
+    tokenizer_name: str | None = None
     """Tokenizer folder, or name on the hub. Null: the model's tokenizer."""
     precision: str = "bfloat16"
     """float32 or bfloat16 (with float32 main weights)."""
     max_total_sequence_length: Annotated[int, Range(1, 10**9)] = 1024
     """Maximum number of tokens of a prompt plus its completion."""
-    train_global_batch_size: Annotated[Optional[int], Range(1)] = None
+    train_global_batch_size: Annotated[int | None, Range(1)] = None
     """Number of sequences per optimizer update. Null: all sequences of a step in one update."""
     micro_batch_tokens: Annotated[int, Range(1)] = 8192
     """Maximum number of tokens in a packed micro-batch of one data-parallel rank. The value must be at least
     max_total_sequence_length."""
-    logprob_micro_batch_tokens: Annotated[Optional[int], Range(1)] = None
+    logprob_micro_batch_tokens: Annotated[int | None, Range(1)] = None
     """Maximum number of tokens in a micro-batch of a log-prob pass, which requires less memory than an update. Null:
     micro_batch_tokens. With another value, log-probs before an update may differ from the update's by rounding."""
     skip_zero_advantage: bool = False
@@ -263,7 +263,7 @@ class PolicyConfig:
     ref_model_mixup_alpha: Annotated[float, Range(above=0, most=1)] = 0.6
     """Mixing weight of the policy in an update of the reference model: new reference = alpha * policy + (1 - alpha) *
     old reference. 1 copies the policy."""
-    num_threads: Annotated[Optional[int], Range(1, 4096)] = None
+    num_threads: Annotated[int | None, Range(1, 4096)] = None
     """Number of CPU threads per policy rank. Null: the available cores divided by the number of ranks."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     megatron_cfg: MegatronConfig = field(default_factory=MegatronConfig)
@@ -301,13 +301,13 @@ class DifficultyConfig:
 
     path: str = MISSING
     """File rows.jsonl of a profile. Rows that are not in the file are left out."""
-    component: Optional[str] = None
+    component: str | None = None
     """Component whose pass rate counts. Null: the share of samples that pass all weighted components."""
     min: Annotated[float, Range(0, most=1)] = 0.0
     """Smallest pass rate of a row."""
     max: Annotated[float, Range(0, most=1)] = 1.0
     """Largest pass rate of a row."""
-    order: Optional[str] = None
+    order: str | None = None
     """easy_first or hard_first sorts the rows by pass rate, and requires shuffle: false. Null: keep the order of the
     data."""
 
@@ -321,37 +321,37 @@ class DatasetConfig:
     the order of their names). A folder or hub name that Hugging Face's `datasets` can read; append a configuration as
     `name:configuration`, for example openai/gsm8k:main. A function `file.py:function` that returns the rows. A list of
     such sources is also accepted and is concatenated."""
-    split: Optional[str] = None
+    split: str | None = None
     """Split of the hub dataset, or the split name passed to the environment."""
-    environment: Optional[str] = None
+    environment: str | None = None
     """Name of the environment in `env` that verifies the rows, and that generates the prompts if path is not set. Null:
     the only environment of the config."""
-    environment_key: Optional[str] = None
+    environment_key: str | None = None
     """Column that names the environment in `env` that verifies each row, so that a batch can mix environments. Rows
     without a value use `environment`."""
-    size: Annotated[Optional[int], Range(1)] = None
+    size: Annotated[int | None, Range(1)] = None
     """Number of rows to read from the start of the file, or to generate with the environment."""
-    prompt_key: Optional[str] = None
+    prompt_key: str | None = None
     """Column that contains the prompt (text or chat messages). Null: the first existing column of messages, prompt,
     question, problem. With strided, this is the column that contains the raw text, and null means the column `text`."""
-    columns: Dict[str, str] = field(default_factory=dict)
+    columns: dict[str, str] = field(default_factory=dict)
     """Columns to rename when the data is loaded: {new name: old name}."""
-    system_prompt: Optional[str] = None
+    system_prompt: str | None = None
     """System message to add before each prompt. Null: the environment's system message, if it has one. "": no system
     message."""
-    prompt_template: Optional[str] = None
+    prompt_template: str | None = None
     """Template for each prompt, in which `{prompt}` is replaced by the prompt. In a conversation, the template applies
     to the last message."""
-    chat: Optional[bool] = None
+    chat: bool | None = None
     """Render prompts with the tokenizer's chat template. False: text prompts are passed to the model unchanged (as in
     TRL), but chat messages are still rendered. Null selects true if the tokenizer has a chat template, and false
     otherwise."""
-    chat_template_kwargs: Dict[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Additional arguments for the chat template, such as `{enable_thinking: false}`. A column with this name sets
     arguments for a single row."""
     shuffle: bool = True
     """Shuffle the rows, in a different order in every epoch."""
-    remove_columns: List[str] = field(default_factory=list)
+    remove_columns: list[str] = field(default_factory=list)
     """Columns to remove from each row, as with `map` of Hugging Face's `datasets`. The transform in `type` still
     receives these columns. Columns that the transform returns are kept, even if they have the name of a removed column.
     """
@@ -365,9 +365,9 @@ class DatasetConfig:
     train_on: str = "assistant"
     """Tokens of a conversation that sft trains on: assistant (all turns of the assistant), last (only its last turn) or
     all (all tokens except the first)."""
-    strided: Optional[StridedConfig] = None
+    strided: StridedConfig | None = None
     """Cut prompts out of raw text: each anchor in a row is a separate prompt. Null: each row is one prompt."""
-    difficulty: Optional[DifficultyConfig] = None
+    difficulty: DifficultyConfig | None = None
     """Select and order the rows by measured pass rates. Null: use all rows."""
 
 
@@ -376,4 +376,4 @@ class DataConfig:
     """Training and held-out prompts."""
 
     train: DatasetConfig = field(default_factory=DatasetConfig)
-    validation: Optional[DatasetConfig] = None
+    validation: DatasetConfig | None = None

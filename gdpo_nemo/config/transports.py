@@ -6,13 +6,15 @@ from the source files.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Callable, Mapping
+from typing import Any
 
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.utils.errors import ConfigError, nearest
-from gdpo_nemo.utils.source import NotLiteral, read_class
+from gdpo_nemo.utils.import_path import ImportPath
+from gdpo_nemo.utils.source import NotLiteral
 
 _PACKAGE = "gdpo_nemo.weights.transports"
 BASE = f"{_PACKAGE}.base:Transport"
@@ -81,7 +83,7 @@ def _declared_built_in(name: str) -> Declared:
 
 def _declared(name: str) -> Declared:
     try:
-        source = read_class(transport_import_path(name))
+        source = ImportPath(transport_import_path(name)).read_class()
     except ConfigError as error:
         raise ConfigError(f"weights.transport: {error}") from None
     if BASE not in source.ancestry:

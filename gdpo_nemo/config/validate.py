@@ -14,28 +14,17 @@ from datetime import datetime
 
 from gdpo_nemo.algorithms.ranges import check_numbers
 from gdpo_nemo.config.algorithm_choice import AlgorithmSpec, spec_of
-from gdpo_nemo.config.allowed_values import ALIASED, LORA_TARGETS, OPTIMIZER_DTYPES, RECOMPUTED_MODULES
+from gdpo_nemo.config.allowed_values import ALIASED, LORA_TARGETS, RECOMPUTED_MODULES
 from gdpo_nemo.config.effects import SWITCHED_OFF, keys_without_effect, value_of
 from gdpo_nemo.config.health import read_checks
-from gdpo_nemo.config.layout import (
-    Layout,
-    Resolved,
-    check_prompt_sharing,
-    check_stages,
-    resolve_layout,
-    updates_per_step,
-)
+from gdpo_nemo.config.layout import Layout, Resolved, check_prompt_sharing, resolve_layout, updates_per_step
 from gdpo_nemo.config.model_checks import check_files
-from gdpo_nemo.config.objective_checks import (
-    check_algorithm,
-    check_learning,
-    check_strided,
-    objective_notes,
-)
+from gdpo_nemo.config.objective_checks import check_algorithm, check_learning, check_strided, objective_notes
 from gdpo_nemo.config.placement import Places, address_source, joined, place, place_workers
-from gdpo_nemo.config.rollout_checks import check_parsers, check_reuse, check_rollout_bounds, check_turns_kept
+from gdpo_nemo.config.requirements import check_requirements
+from gdpo_nemo.config.rollout_checks import check_parsers, check_replay, check_rollout_bounds, check_turns_kept
 from gdpo_nemo.config.schema import ClusterConfig, Config, DatasetConfig, GdpoConfig, LoggerConfig
-from gdpo_nemo.config.sections import MegatronConfig, PolicyConfig
+from gdpo_nemo.config.sections import PolicyConfig
 from gdpo_nemo.config.transports import check_transport
 from gdpo_nemo.utils.errors import ConfigError
 
@@ -62,20 +51,21 @@ def validate(config: Config, weights: bool = True) -> Resolved:
     _check_rewards(config.gdpo, algorithm)
     _check_lengths(config.policy, algorithm)
     _check_environments(config, algorithm)
-    check_parallelism(config)
-    _check_schedule(config.policy)
+    check_prompt_sharing(config)
+    _check_recomputed_modules(config)
     _check_lora(config.policy)
-    _check_placement(config)
+    check_transport(config)
     read_checks(config.health.checks, config.health.window, "health.checks")
     _check_aliases(config.logger)
     layout = resolve_layout(config, algorithm)
     places = place(config.cluster, layout)
     place_workers(config)
     updates = config.gdpo.max_num_steps * updates_per_step(config, algorithm)
-    idle = keys_without_effect(config, algorithm)
+    idle = keys_without_effect(config)
     if idle:
         raise ConfigError(f"{idle[0]}; remove it")
-    check_reuse(config)
+    check_replay(config)
+    check_requirements(config)
     check_rollout_bounds(config)
     check_learning(config, algorithm)
     check_algorithm(config, algorithm, layout)
@@ -88,7 +78,7 @@ def validate(config: Config, weights: bool = True) -> Resolved:
         *objective_notes(config, algorithm),
         *_reward_notes(config.gdpo),
         *_cluster_notes(config.cluster, places),
-        *keys_without_effect(config, algorithm, SWITCHED_OFF),
+        *keys_without_effect(config, SWITCHED_OFF),
     )
     return Resolved(config, algorithm, layout, model, notes)
 
@@ -200,9 +190,6 @@ def _check_environments(config: Config, algorithm: AlgorithmSpec) -> None:
     _check_environment("data.train", config.data.train, config)
     if config.data.validation:
         _check_environment("data.validation", config.data.validation, config)
-    elif config.gdpo.val_period or config.gdpo.val_at_start:
-        key = "val_period" if config.gdpo.val_period else "val_at_start"
-        raise ConfigError(f"gdpo.{key}: requires data.validation, which is null")
 
 
 def _check_environment(key: str, data: DatasetConfig, config: Config) -> None:
@@ -217,31 +204,10 @@ def _check_environment(key: str, data: DatasetConfig, config: Config) -> None:
         raise ConfigError(f"{key}.environment: {data.environment!r} is not defined in env, {hint}")
 
 
-def _check_schedule(policy: PolicyConfig) -> None:
-    schedule = policy.megatron_cfg.scheduler
-    prefix = "policy.megatron_cfg.scheduler"
-    if schedule.lr_decay_steps is not None and schedule.lr_decay_steps <= schedule.lr_warmup_steps:
-        raise ConfigError(
-            f"{prefix}.lr_decay_steps: {schedule.lr_decay_steps} must be more than lr_warmup_steps "
-            f"{schedule.lr_warmup_steps}"
-        )
-    lr = policy.megatron_cfg.optimizer.lr
-    if schedule.lr_warmup_init is not None and schedule.lr_warmup_init > lr:
-        raise ConfigError(
-            f"{prefix}.lr_warmup_init: {schedule.lr_warmup_init} is above optimizer.lr ({lr}), "
-            "the rate at the end of the warm-up"
-        )
-
-
 def _check_lora(policy: PolicyConfig) -> None:
     lora = policy.lora
     if not lora.rank:
         return
-    if policy.sync_ref_model:
-        raise ConfigError(
-            "policy.sync_ref_model: not supported with policy.lora, whose reference is the unchanged model without "
-            "adapters"
-        )
     for name in lora.target_modules:
         if name not in LORA_TARGETS:
             near = difflib.get_close_matches(name, LORA_TARGETS, n=1)
@@ -251,68 +217,6 @@ def _check_lora(policy: PolicyConfig) -> None:
             )
     if not lora.target_modules:
         raise ConfigError("policy.lora.target_modules: must not be empty, because nothing would be trained")
-    if policy.megatron_cfg.fp8:
-        raise ConfigError("policy.megatron_cfg.fp8: conflicts with policy.lora, whose matrices are not in 8 bits")
-    if policy.megatron_cfg.fused_logprobs and "lm_head" in lora.target_modules:
-        raise ConfigError(
-            "policy.megatron_cfg.fused_logprobs: not supported with an adapter on lm_head "
-            "(policy.lora.target_modules); use null or false"
-        )
-
-
-def _check_placement(config: Config) -> None:
-    if config.cluster.placement == "colocated" and config.rollout.max_staleness:
-        raise ConfigError(
-            f"cluster.placement: colocated requires rollout.max_staleness 0 (got {config.rollout.max_staleness}), "
-            "because engines sleep while the policy trains; use separate, or max_staleness 0"
-        )
-    check_transport(config)
-
-
-def check_parallelism(config: Config) -> None:
-    """Check that the settings of the parallel layout do not conflict. Raises ConfigError."""
-    check_prompt_sharing(config)
-    megatron = config.policy.megatron_cfg
-    prefix = "policy.megatron_cfg"
-    if megatron.sequence_parallel and megatron.tensor_model_parallel_size == 1:
-        raise ConfigError(f"{prefix}.sequence_parallel: requires tensor_model_parallel_size above 1")
-    if megatron.virtual_pipeline_model_parallel_size and megatron.pipeline_model_parallel_size == 1:
-        raise ConfigError(
-            f"{prefix}.virtual_pipeline_model_parallel_size: requires pipeline_model_parallel_size above 1"
-        )
-    check_stages(None, megatron)
-    if megatron.overlap_param_gather and megatron.use_distributed_optimizer and not megatron.overlap_grad_reduce:
-        raise ConfigError(f"{prefix}.overlap_param_gather: requires overlap_grad_reduce")
-    if megatron.recompute_layers is not None and megatron.recompute != "full":
-        raise ConfigError(f"{prefix}.recompute_layers: requires recompute: full")
-    _check_recomputed_modules(config)
-    if megatron.optimizer.offload and config.policy.precision == "float32":
-        raise ConfigError(
-            f"{prefix}.optimizer.offload: requires policy.precision bfloat16; float32 models have no separate main "
-            "weights"
-        )
-    _check_precision_of_optimizer(config)
-    _check_kernels(config)
-
-
-def _check_precision_of_optimizer(config: Config) -> None:
-    """Check the data types of the optimizer's state. Raises ConfigError."""
-    megatron = config.policy.megatron_cfg
-    prefix = "policy.megatron_cfg.optimizer"
-    key = f"{prefix}.use_precision_aware_optimizer"
-    if not megatron.optimizer.use_precision_aware_optimizer:
-        for name in OPTIMIZER_DTYPES:
-            if getattr(megatron.optimizer, name) != "float32":
-                raise ConfigError(f"{prefix}.{name}: requires use_precision_aware_optimizer: true")
-        return
-    if not megatron.use_distributed_optimizer:
-        raise ConfigError(f"{key}: requires policy.megatron_cfg.use_distributed_optimizer: true")
-    if config.policy.precision != "bfloat16":
-        raise ConfigError(f"{key}: requires policy.precision: bfloat16")
-    if not config.cluster.gpus_per_node or megatron.transformer_engine is False:
-        raise ConfigError(f"{key}: requires TransformerEngine's Adam, on GPUs with transformer_engine not false")
-    if megatron.optimizer.offload:
-        raise ConfigError(f"{key}: conflicts with {prefix}.offload; use only one of them")
 
 
 def _check_recomputed_modules(config: Config) -> None:
@@ -324,36 +228,6 @@ def _check_recomputed_modules(config: Config) -> None:
             raise ConfigError(f"{key}: must be among {', '.join(RECOMPUTED_MODULES)} (got {name!r})")
     if not megatron.recompute_modules:
         raise ConfigError(f"{key}: must not be empty; use recompute: none to recompute nothing")
-    if megatron.recompute_modules != MegatronConfig().recompute_modules and megatron.recompute != "selective":
-        raise ConfigError(f"{key}: requires recompute: selective")
-
-
-def _check_kernels(config: Config) -> None:
-    """Check that the selected kernels are available and do not conflict. Raises ConfigError."""
-    megatron = config.policy.megatron_cfg
-    prefix = "policy.megatron_cfg"
-    gpus = config.cluster.gpus_per_node > 0
-    if megatron.transformer_engine and not gpus:
-        raise ConfigError(f"{prefix}.transformer_engine: requires GPUs (cluster.gpus_per_node is 0)")
-    if megatron.fused_logprobs and not gpus:
-        raise ConfigError(f"{prefix}.fused_logprobs: requires GPUs (cluster.gpus_per_node is 0)")
-    if megatron.attention_backend == "sdpa" and megatron.transformer_engine:
-        raise ConfigError(f"{prefix}.attention_backend: sdpa (torch) conflicts with transformer_engine: true")
-    if megatron.attention_backend == "flex" and not gpus:
-        raise ConfigError(
-            f"{prefix}.attention_backend: flex requires GPUs, because torch cannot compute its gradient on CPUs; use "
-            "auto or sdpa"
-        )
-    has_engine = gpus and megatron.transformer_engine is not False
-    if megatron.fp8 and (not has_engine or megatron.attention_backend == "sdpa"):
-        raise ConfigError(f"{prefix}.fp8: requires GPUs and the layers of TransformerEngine")
-    if megatron.fp8 and config.policy.precision != "bfloat16":
-        raise ConfigError(f"{prefix}.fp8: requires policy.precision bfloat16 for everything except the matrix products")
-    if megatron.attention_backend in ("flash", "fused", "unfused") and not has_engine:
-        raise ConfigError(
-            f"{prefix}.attention_backend: {megatron.attention_backend} requires GPUs and transformer_engine; use auto "
-            "or sdpa"
-        )
 
 
 def _notes(config: Config, layout: Layout, updates: int) -> list[str]:

@@ -163,8 +163,8 @@ def trajectories_of(groups: Iterable[Group]) -> list[Trajectory]:
     return list(chain.from_iterable(group.trajectories for group in groups))
 
 
-_OF_TOKENS = ("completion_ids", "logprobs")
-_PACKED = tuple(f for f in fields(Trajectory) if f.name not in ("prompt", "trainer_state", *_OF_TOKENS))
+_NOT_PACKED = ("prompt", "trainer_state", "completion_ids", "logprobs")
+_PACKED = tuple(f for f in fields(Trajectory) if f.name not in _NOT_PACKED)
 _DEFAULTS = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in _PACKED}
 _DICTS = [name for name, default in _DEFAULTS.items() if isinstance(default, dict)]
 

@@ -18,8 +18,9 @@ from gdpo_nemo.config.algorithm_choice import is_transform
 from gdpo_nemo.config.data_files import DATA_SUFFIXES, check_data_file, check_difficulty, data_paths, is_rows_function
 from gdpo_nemo.config.schema import DatasetConfig
 from gdpo_nemo.utils.errors import ConfigError, first_line, nearest
+from gdpo_nemo.utils.exits import exits_contained
 from gdpo_nemo.utils.files import HalfPair, check_pairs, open_file, parse_json
-from gdpo_nemo.utils.user_code import exits_contained, load_object
+from gdpo_nemo.utils.import_path import ImportPath
 
 PROMPT_KEYS = ("messages", "prompt", "question", "problem")
 """Default prompt columns. The first of these columns that a row contains is used."""
@@ -165,7 +166,7 @@ def _rows_of_function(import_path: str, key: str) -> list[Row]:
     """Call a user-defined function that returns a list of rows or a Hugging Face dataset, and return its rows."""
     try:
         with exits_contained():
-            rows = [dict(row) for row in load_object(import_path)()]
+            rows = [dict(row) for row in ImportPath(import_path).load()()]
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
     except Exception as error:  # user code may raise any exception
@@ -465,7 +466,7 @@ def _transform(dataset: DatasetConfig, split: str) -> tuple[Transform | None, li
         return None, []
     where = f"data.{split}.type: {dataset.type}"
     try:
-        function = load_object(dataset.type)
+        function = ImportPath(dataset.type).load()
     except ConfigError as error:
         raise ConfigError(f"data.{split}.type: {error}") from error
     if not callable(function):

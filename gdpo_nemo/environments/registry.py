@@ -16,9 +16,10 @@ from gdpo_nemo.config.objective_checks import check_components
 from gdpo_nemo.config.schema import GdpoConfig
 from gdpo_nemo.environments.base import Environment, adapted, declared
 from gdpo_nemo.utils.errors import ConfigError, first_line, nearest
+from gdpo_nemo.utils.exits import exits_contained
 from gdpo_nemo.utils.files import read_bytes
+from gdpo_nemo.utils.import_path import PICKLE, ImportPath
 from gdpo_nemo.utils.source import find_file
-from gdpo_nemo.utils.user_code import PICKLE, exits_contained, file_of_module, is_reference, load_object
 
 ENTRY_POINT_GROUP = "gdpo_nemo.environments"
 
@@ -161,7 +162,7 @@ def find_plugin(name: str, plugin: str) -> Any:
     """Return the class or factory function that ``plugin`` selects for the environment ``name``. Raises ConfigError in
     the same cases as ``load_environment``."""
     if plugin in BUILT_IN:
-        return load_object(BUILT_IN[plugin])
+        return ImportPath(BUILT_IN[plugin]).load()
     installed = {point.value: point for point in entry_points(group=ENTRY_POINT_GROUP, name=plugin)}
     if len(installed) > 1:
         import_paths = " and ".join(origin(point) for point in installed.values())
@@ -170,13 +171,13 @@ def find_plugin(name: str, plugin: str) -> Any:
         )
     for point in installed.values():
         try:
-            return load_object(f"{point.module}:{point.attr}")
+            return ImportPath(f"{point.module}:{point.attr}").load()
         except ConfigError as error:
             raise ConfigError(f"env.{name}: plugin {plugin}: {error}") from error
-    if not is_reference(plugin):
+    if not ImportPath.matches(plugin):
         raise ConfigError(f"env.{name}: unknown environment {plugin!r}{nearest(plugin, environment_names())}")
     try:
-        return load_object(plugin)
+        return ImportPath(plugin).load()
     except ConfigError as error:
         raise ConfigError(f"env.{name}.plugin: {error}") from error
 
@@ -238,14 +239,15 @@ def _check_tools(name: str, options: Mapping[str, Any]) -> None:
 
 
 def _check_import_path(key: str, import_path: str, kind: str, known: Any) -> None:
-    if not is_reference(import_path):
+    if not ImportPath.matches(import_path):
         raise ConfigError(f"{key}: unknown {kind} {import_path!r}{nearest(import_path, known)}")
-    module, _, name = import_path.rpartition(":") if ":" in import_path else import_path.rpartition(".")
+    path = ImportPath(import_path)
+    module = path.module
     if module.endswith(PICKLE):
         if not Path(module).is_file():
             raise ConfigError(f"{key}: file not found ({module})")
         return
-    module = file_of_module(module) or module
+    module = path.file or module
     if not module.endswith(".py"):
         # Search for the top-level package only: a search for a submodule would import the package.
         if find_spec(module.partition(".")[0] or import_path) is None:
@@ -259,8 +261,8 @@ def _check_import_path(key: str, import_path: str, kind: str, known: Any) -> Non
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{key}: {module} is not valid Python ({error})") from None
     names = _top_level_names(body)
-    if names is not None and name not in names:
-        raise ConfigError(f"{key}: {module} has no {name!r}{nearest(name, names)}")
+    if names is not None and path.name not in names:
+        raise ConfigError(f"{key}: {module} has no {path.name!r}{nearest(path.name, names)}")
 
 
 def _top_level_names(body: list[ast.stmt]) -> set[str] | None:

@@ -36,7 +36,7 @@ from gdpo_nemo.megatron.recurrent_layers import needs_of_layers
 from gdpo_nemo.megatron.router_replay import RouterReplay
 from gdpo_nemo.megatron.runtime import Runtime
 from gdpo_nemo.utils.errors import RunError
-from gdpo_nemo.utils.user_code import load_functions
+from gdpo_nemo.utils.import_path import load_functions
 from gdpo_nemo.weights.adapters import Adapters, Pairs, merged, named
 
 _FP8_BLOCK = 32

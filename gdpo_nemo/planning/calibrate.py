@@ -7,11 +7,12 @@ Otherwise the assumed coefficients are scaled by a common factor.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from statistics import fmean, median
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -139,20 +140,21 @@ def _sample_lengths(folder: Path, row: dict[str, Any], option: str) -> tuple[np.
 
 def sampled_lengths(run: Run) -> Measured:
     """Return the distribution of completion lengths over all steps of a run."""
-    lengths = [_sample_lengths(Path(run.name), row, "--run")[1] for row in run.rows]
-    return Measured(tuple(float(tokens) for step in lengths for tokens in step))
+    lengths: list[float] = []
+    for row in run.rows:
+        lengths += map(float, _sample_lengths(Path(run.name), row, "--run")[1])
+    return Measured(tuple(lengths))
 
 
 def calibrate(runs: Sequence[Run], device: Device, start: Rates) -> Rates:
     """Fit rates to the steps of ``runs``. Rates that cannot be determined keep their values from ``start``."""
 
     def phase(name: str, work: Callable[[Run, Lengths], Work], initial: Phase) -> Phase:
-        observations = [
-            Observation(work(run, lengths), row[name])
-            for run in runs
-            for row, lengths in zip(run.rows, run.lengths)
-            if name in row
-        ]
+        observations = []
+        for run in runs:
+            for row, lengths in zip(run.rows, run.lengths):
+                if name in row:
+                    observations.append(Observation(work(run, lengths), row[name]))
         return fit(observations, initial) if observations else initial
 
     def median_fraction(value: Callable[[Config, Lengths], float]) -> float:
@@ -179,14 +181,14 @@ def calibrate(runs: Sequence[Run], device: Device, start: Rates) -> Rates:
 
 def _exposed_verification(runs: Sequence[Run]) -> float:
     """Return the median seconds of verification per sample that do not overlap with generation in on-policy runs."""
-    rows = [
-        (row, x)
-        for run in runs
-        if not run.resolved.config.rollout.max_staleness
-        for row, x in zip(run.rows, run.lengths)
-        if all(name in row for name in ("time/idle", "time/rollout", "rollout/tokens"))
-    ]
-    waits = [max(0.0, row["time/idle"] - row["time/rollout"]) * x.completion / row["rollout/tokens"] for row, x in rows]
+    waits = []
+    for run in runs:
+        if run.resolved.config.rollout.max_staleness:
+            continue
+        for row, lengths in zip(run.rows, run.lengths):
+            if {"time/idle", "time/rollout", "rollout/tokens"} <= row.keys():
+                wait = max(0.0, row["time/idle"] - row["time/rollout"])
+                waits.append(wait * lengths.completion / row["rollout/tokens"])
     return median(waits) if waits else 0.0
 
 

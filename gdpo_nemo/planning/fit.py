@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 from gdpo_nemo.config.layout import Layout, Resolved
 from gdpo_nemo.config.placement import joined, worker_pools
@@ -171,7 +172,9 @@ def smallest_change(resolved: Resolved, shape: ModelDescription, device: Device)
     candidates = list(_memory_savers(resolved, shape))
     for count in (1, 2):
         for chosen in combinations(candidates, count):
-            merged = {key: value for change in chosen for key, value in change.items()}
+            merged: dict[str, Any] = {}
+            for change in chosen:
+                merged |= change
             try:
                 other = resolved.changed(changed(resolved.config, **merged))
                 if not memory_shortage(other, shape, device):
@@ -317,11 +320,9 @@ def gpu_counts(largest: int, each: int) -> list[int]:
 def sweep(resolved: Resolved, shape: ModelDescription, device: Device, rates: Rates, largest: int) -> list[Candidate]:
     """Return all layouts that fit into memory, sorted by number of GPUs and then by seconds per step."""
     each = resolved.config.cluster.gpus_per_node or 8
-    found = [
-        candidate
-        for gpus in gpu_counts(largest, each)
-        for candidate in _sweep_candidates(resolved, shape, device, rates, gpus, each)
-    ]
+    found: list[Candidate] = []
+    for gpus in gpu_counts(largest, each):
+        found += _sweep_candidates(resolved, shape, device, rates, gpus, each)
     return sorted(found, key=lambda c: (c.gpus, c.time.step))
 
 
@@ -413,33 +414,3 @@ def table(candidates: list[Candidate], steps: int, shown: int = 8) -> str:
 
 def _row(c: Candidate, steps: int) -> str:
     return f"{c.gpus:>5} {c.time.step:>9.3g} {c.gpu_seconds * steps / 3600:>10.4g} {c.idle:>5.0%}  {c.name}"
-
-
-def draw(candidates: list[Candidate], steps: int, title: str, path: str | Path) -> Path:
-    """Plot seconds per step and the run's GPU hours over the number of GPUs. Return the path of the image."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    best = best_per_count(candidates)
-    gpus = [c.gpus for c in best]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    perfect = [best[0].time.step * gpus[0] / n for n in gpus]
-    left.plot(gpus, [c.time.step for c in best], "o-", label="fastest layout")
-    left.plot(gpus, perfect, "--", color="grey", label="linear scaling")
-    left.set(xscale="log", yscale="log")
-    left.yaxis.set_major_formatter("{x:g}")
-    left.set(xlabel="GPUs", ylabel="seconds per step")
-    left.legend()
-    right.semilogx(gpus, [c.gpu_seconds * steps / 3600 for c in best], "o-", base=2)
-    right.set(xlabel="GPUs", ylabel=f"GPU hours for {steps} steps", ylim=(0, None))
-    for axes in (left, right):
-        axes.set_xticks(gpus, [str(n) for n in gpus])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-    figure.suptitle(title)
-    path = Path(path)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return path

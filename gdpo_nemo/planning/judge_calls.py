@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from math import ceil
-
-from gdpo_nemo.config.layout import Resolved, prompts_per_round
+from gdpo_nemo.config.layout import Resolved, prompts_per_round, validations
 from gdpo_nemo.config.schema import DatasetConfig, GdpoConfig
 from gdpo_nemo.environments.registry import plugin_of
 
@@ -53,10 +51,10 @@ def _samples_per_step(resolved: Resolved) -> int:
 
 def _validation_samples(gdpo: GdpoConfig) -> int | None:
     """Return the number of samples of all validations, or None if the number of prompts is not known."""
-    validations = gdpo.val_at_start + (ceil(gdpo.max_num_steps / gdpo.val_period) if gdpo.val_period else 0)
-    if not validations:
+    count = validations(gdpo)
+    if not count:
         return 0
-    return None if gdpo.val_prompts is None else validations * gdpo.val_prompts * gdpo.val_generations_per_prompt
+    return None if gdpo.val_prompts is None else count * gdpo.val_prompts * gdpo.val_generations_per_prompt
 
 
 def _uses(data: DatasetConfig | None, name: str) -> bool:

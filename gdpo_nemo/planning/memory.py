@@ -170,7 +170,7 @@ def _stage_memory(
     table = -(-shape.vocabulary // layout.tensor) * shape.hidden * size
     largest = table if last or stage == 0 else shape.mlp_matrices * shape.hidden * shape.ffn // layout.tensor * size
     held = _optimizer_state(config.policy, shape, layout, stage, state)
-    activations = _activations(config.policy, shape, layout, stage, tokens, rows, size)
+    activations = _activations(config.policy, shape, layout, stage, tokens=tokens, rows=rows, size=size)
     # The backward pass starts after the logits are freed, so only its memory in excess of the logits is added.
     buffers = (0 if lora.rank else largest) + max(0, _backward(resolved, shape, layout, tokens, size) - logits)
     if megatron.optimizer.offload and layout.gpus:  # copied to the GPU after activations are freed
@@ -256,7 +256,7 @@ def fused_logprobs(policy: PolicyConfig, layout: Layout) -> bool:
 
 
 def _activations(
-    policy: PolicyConfig, shape: ModelDescription, layout: Layout, stage: int, tokens: int, rows: int, size: int
+    policy: PolicyConfig, shape: ModelDescription, layout: Layout, stage: int, *, tokens: int, rows: int, size: int
 ) -> int:
     """Return the bytes that all micro-batches in flight on ``stage`` save for the backward pass."""
     megatron = policy.megatron_cfg

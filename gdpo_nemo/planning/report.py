@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
-from typing import Sequence
 
 from gdpo_nemo.algorithms.component_weights import describe_weights
 from gdpo_nemo.config.layout import Layout, Resolved

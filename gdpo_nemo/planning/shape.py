@@ -14,9 +14,9 @@ from gdpo_nemo.data.packing import attention_cost
 from gdpo_nemo.models.architectures import last_name
 from gdpo_nemo.models.description import ModelDescription
 from gdpo_nemo.models.family_checks import describe
+from gdpo_nemo.models.known_models import KNOWN
 from gdpo_nemo.models.sources import ModelFacts
 from gdpo_nemo.models.weights import COLUMNS, REPLICATED, weight_table
-from gdpo_nemo.planning.known_models import KNOWN
 
 
 def on_stage(model: ModelDescription, layout: Layout, stage: int) -> range:

@@ -22,7 +22,7 @@ from gdpo_nemo.rollouts.credit import longest_completion
 from gdpo_nemo.rollouts.trl_functions import load_rollout_function
 from gdpo_nemo.rollouts.turns import EpisodeJob, Limits, play_episode
 from gdpo_nemo.utils.errors import ConfigError, GdpoError, RunError, first_line
-from gdpo_nemo.utils.user_code import exits_contained
+from gdpo_nemo.utils.exits import exits_contained
 
 if TYPE_CHECKING:
     from gdpo_nemo.cluster.fleet import EngineFleet

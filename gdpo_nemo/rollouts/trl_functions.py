@@ -30,7 +30,7 @@ from gdpo_nemo.rollouts.agents import BrokenEpisode
 from gdpo_nemo.rollouts.context import RolloutContext, RolloutFunction, Transcript
 from gdpo_nemo.rollouts.endpoint.conversations import digest
 from gdpo_nemo.utils.errors import ConfigError, RunError
-from gdpo_nemo.utils.user_code import load_object
+from gdpo_nemo.utils.import_path import ImportPath
 
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -52,7 +52,7 @@ def load_rollout_function(reference: str) -> RolloutFunction:
         ConfigError: if the function cannot be loaded or has an unsupported signature.
     """
     try:
-        function = load_object(reference)
+        function = ImportPath(reference).load()
     except ConfigError as error:
         raise ConfigError(f"rollout.function: {error}") from error
     if not callable(function):

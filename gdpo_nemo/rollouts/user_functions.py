@@ -17,8 +17,9 @@ from gdpo_nemo.algorithms.rewards import check_shaping, creates, parse_condition
 from gdpo_nemo.config.objective_checks import check_estimator, check_skipping
 from gdpo_nemo.config.schema import Config, GdpoConfig
 from gdpo_nemo.utils.errors import ConfigError, UserCodeFailed, first_line
+from gdpo_nemo.utils.exits import exits_contained
+from gdpo_nemo.utils.import_path import has_state, load_functions
 from gdpo_nemo.utils.state import from_json, to_json
-from gdpo_nemo.utils.user_code import exits_contained, has_state, load_functions
 
 if TYPE_CHECKING:
     import torch

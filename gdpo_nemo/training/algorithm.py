@@ -24,7 +24,7 @@ from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import UpdateResult
 from gdpo_nemo.rollouts.metrics import update_metrics, validation_metrics
 from gdpo_nemo.utils.errors import ConfigError, GdpoError, UserCodeFailed, first_line
-from gdpo_nemo.utils.user_code import absolute_import_path, load_object
+from gdpo_nemo.utils.import_path import ImportPath
 from gdpo_nemo.utils.user_modules import is_built_in
 
 if TYPE_CHECKING:
@@ -139,8 +139,8 @@ def with_absolute_paths(loss: LossSettings) -> LossSettings:
     """Return the settings with absolute import paths, because ranks run in other working directories."""
     if not loss_import_paths(loss):
         return loss
-    off_policy = replace(loss.off_policy, mode=absolute_import_path(loss.off_policy.correction))
-    return replace(loss, type=absolute_import_path(loss.type), off_policy=off_policy)
+    off_policy = replace(loss.off_policy, mode=ImportPath(loss.off_policy.correction).absolute())
+    return replace(loss, type=ImportPath(loss.type).absolute(), off_policy=off_policy)
 
 
 def load_algorithm(config: Config, spec: AlgorithmSpec) -> type[Algorithm[Any, Any]]:
@@ -151,7 +151,7 @@ def load_algorithm(config: Config, spec: AlgorithmSpec) -> type[Algorithm[Any, A
     """
     name = config.algorithm.type
     try:
-        found = load_object(spec.import_path)
+        found = ImportPath(spec.import_path).load()
     except ConfigError as error:
         raise ConfigError(f"algorithm.type: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Algorithm)):

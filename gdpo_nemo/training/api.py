@@ -35,9 +35,10 @@ from gdpo_nemo.training.supervisor import FIRST_ATTEMPT, Attempt
 from gdpo_nemo.training.validation import validate
 from gdpo_nemo.utils.errors import ConfigError, RunError, first_line
 from gdpo_nemo.utils.files import write_whole
+from gdpo_nemo.utils.import_path import PICKLE
+from gdpo_nemo.utils.import_trial import imports_tried
 from gdpo_nemo.utils.progress import phase, quiet_torch
 from gdpo_nemo.utils.signals import STOPPED
-from gdpo_nemo.utils.user_code import PICKLE, imports_tried
 
 _one_at_a_time = threading.Lock()
 

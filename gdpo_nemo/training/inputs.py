@@ -38,8 +38,8 @@ from gdpo_nemo.training import model_factory
 from gdpo_nemo.training.algorithm import Algorithm, load_algorithm
 from gdpo_nemo.utils.errors import ConfigError, GdpoError, RunError
 from gdpo_nemo.utils.files import real_path
+from gdpo_nemo.utils.import_path import ImportPath
 from gdpo_nemo.utils.progress import phase
-from gdpo_nemo.utils.source import find_function
 
 
 @dataclass
@@ -215,7 +215,8 @@ def _make_model(config: Config) -> None:
     name = config.policy.model_name
     if config.policy.model_factory is None:
         raise ConfigError("policy.model_factory: must include a function name")
-    path, function = find_function("policy.model_factory", config.policy.model_factory)
+    factory = ImportPath(config.policy.model_factory)
+    path, function = factory.find_function("policy.model_factory"), factory.name
     threads = str(config.cluster.cpus_per_node or len(os.sched_getaffinity(0)))
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
     environment.setdefault("TQDM_DISABLE", "1")  # Progress bars on stderr would disturb the display.

@@ -21,7 +21,7 @@ _MODULE = "model_factory"
 def call_factory(path: str, function: str, folder: str, seed: int) -> None:
     """Import a file and call its function, which creates a model in ``folder``. Exceptions propagate."""
     spec = importlib.util.spec_from_file_location(_MODULE, path)
-    assert spec is not None and spec.loader is not None  # ``find_function`` ensures that the file name ends with .py.
+    assert spec is not None and spec.loader is not None  # The file name ends with .py.
     module = importlib.util.module_from_spec(spec)
     sys.modules[_MODULE] = module
     spec.loader.exec_module(module)

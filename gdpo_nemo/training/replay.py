@@ -21,6 +21,7 @@ from gdpo_nemo.config.layout import updates_per_step
 from gdpo_nemo.config.load import config_to_dict, load_config
 from gdpo_nemo.config.model_checks import check_creatable_folder, model_source, resolve
 from gdpo_nemo.config.objective_checks import check_learning, check_recorded_advantages
+from gdpo_nemo.config.requirements import check_requirements
 from gdpo_nemo.config.rollout_checks import resolved_window, saves_all_groups
 from gdpo_nemo.config.schema import Config, LoggerConfig
 from gdpo_nemo.config.validate import check_ranges
@@ -271,6 +272,7 @@ def changed_objective(config: Config, instead: Sequence[str]) -> Config:
             )
     changed = load_config(config_to_dict(config), instead)
     check_ranges(changed)
+    check_requirements(changed)
     check_learning(changed, spec_of(changed))
     return changed
 

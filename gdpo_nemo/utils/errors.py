@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from difflib import get_close_matches
 from enum import StrEnum
-from typing import ClassVar, Iterable
+from typing import ClassVar
 
 
 def printable(text: str) -> str:
@@ -29,9 +30,9 @@ _USER = re.compile(r"(\w{0,12})(://)([^/\s:@?#]*+)(:?)[^/\s?#]*@")
 _URL = re.compile(r"://[^\s'\"]+")
 _PARAMETER = re.compile(r"([?&;#]([^=&;#?\s'\"]+)=)[^&;#\s'\"]+")
 _HARMLESS = frozenset(
-    "api-version config download format lang limit n offset page raw ref region revision split sslmode subset "
-    "timeout type v version".split()
-)
+    ["api-version", "config", "download", "format", "lang", "limit", "n", "offset", "page", "raw", "ref", "region",
+     "revision", "split", "sslmode", "subset", "timeout", "type", "v", "version"]
+)  # fmt: skip
 """Names of query parameters whose values are shown in messages."""
 _SECRET_PARAMETER = re.compile(
     r"([?&][\w.-]*(?:key|token|secret|passw(?:or)?d|pwd|sig|signature|auth|credentials?)=)[^&\s#'\"]+", re.IGNORECASE

@@ -10,10 +10,10 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any
 
 
 @dataclass
@@ -198,10 +198,12 @@ def _read_models_once(import_utils: Any) -> None:
     define = import_utils.define_import_structure
     models = Path(import_utils.__file__).parents[1] / "models"
     found = define(models, prefix="models")  # the result is cached
-    without_prefix = {
-        backends: {name.removeprefix("models."): names for name, names in modules.items() if name.startswith("models.")}
-        for backends, modules in found.items()
-    }
+    without_prefix: dict[Any, dict[str, Any]] = {}
+    for backends, modules in found.items():
+        without_prefix[backends] = {}
+        for name, names in modules.items():
+            if name.startswith("models."):
+                without_prefix[backends][name.removeprefix("models.")] = names
 
     def define_import_structure(path: Any, prefix: str | None = None) -> Any:
         if prefix is None and Path(path) == models / "__init__.py":

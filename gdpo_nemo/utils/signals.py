@@ -12,8 +12,9 @@ import signal
 import sys
 import termios
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any
 
 STOPPED = (128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit statuses of a process that a signal has stopped. Signal handlers raise SystemExit with these statuses."""
@@ -92,7 +93,7 @@ def raw_lines_in(file: Path) -> Iterator[None]:
     os.dup2(log, 2)
     os.close(log)
     _terminal_streams.add(duplicate)
-    terminal = open(duplicate, "w", buffering=1, errors="backslashreplace", closefd=False)
+    terminal = os.fdopen(duplicate, "w", buffering=1, errors="backslashreplace", closefd=False)
     if _is_standard(before):
         sys.stderr = terminal
     try:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ast
 import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Iterable, Iterator
+from typing import Any
 
 from gdpo_nemo.utils.errors import ConfigError, nearest
 from gdpo_nemo.utils.files import read_bytes, read_text
@@ -52,49 +53,6 @@ def find_file(name: str | os.PathLike[str]) -> Path | None:
     return next((candidate for candidate in (path, REPOSITORY / path) if candidate.is_file()), None)
 
 
-def find_function(key: str, reference: str, classes: bool = False) -> tuple[Path, str]:
-    """Split ``file.py:function`` into the path of the file (``find_file``) and the function, without running the file.
-
-    Args:
-        key: config key that contains the reference, for messages.
-        classes: True if the name may also be a class, whose instance is called like a function.
-
-    Raises:
-        ConfigError: if the file does not exist, is not valid Python, or has no such function.
-    """
-    path, function, body = _split_reference(key, reference)
-    found = next((n for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == function), None)
-    if isinstance(found, ast.ClassDef) and not classes:
-        raise ConfigError(f"{key}: {function} in {path} is a class; this key requires a function")
-    if found is None:
-        raise ConfigError(f"{key}: {path} has no function {function}")
-    return path, function
-
-
-def find_definition(key: str, reference: str) -> ast.ClassDef:
-    """Return the syntax tree of the class ``file.py:Name``. Arguments and errors are those of ``find_function``."""
-    path, name, body = _split_reference(key, reference)
-    found = next((node for node in body if isinstance(node, ast.ClassDef) and node.name == name), None)
-    if found is None:
-        raise ConfigError(f"{key}: {path} has no class {name}")
-    return found
-
-
-def _split_reference(key: str, reference: str) -> tuple[Path, str, list[ast.stmt]]:
-    """Return the file, the name and the file's statements for an import path.
-
-    Raises:
-        ConfigError: if the file does not exist or is not valid Python.
-    """
-    file, colon, name = reference.rpartition(":")
-    if not colon or not name.isidentifier():
-        raise ConfigError(f"{key}: expected file.py:function, got {reference!r}")
-    path = find_file(file)
-    if path is None:
-        raise ConfigError(f"{key}: {file} not found")
-    return path, name, parse_file(key, path).body
-
-
 def parse_file(key: str, path: Path) -> ast.Module:
     """Return the syntax tree of a Python file.
 
@@ -109,15 +67,12 @@ def parse_file(key: str, path: Path) -> ast.Module:
         raise ConfigError(f"{key}: {path} is not valid Python ({error})") from None
 
 
-def read_class(import_path: str) -> ClassSource:
-    """Return the declarations of the class ``file.py:Name`` or ``package.module:Name``.
+def read_class(module: str, name: str) -> ClassSource:
+    """Return the declarations of the class ``name`` in ``module``, which is a file or a dotted name.
 
     Raises:
         ConfigError: if the file, package or class does not exist, or the file is not valid Python.
     """
-    module, colon, name = import_path.rpartition(":")
-    if not colon or not name.isidentifier() or not module:
-        raise ConfigError(f"expected file.py:Class, got {import_path!r}")
     found = ClassSource()
     if not _follow(module, name, None, found):
         tree = _module(module, None)

@@ -13,12 +13,11 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections.abc import Awaitable
 from concurrent.futures import Future
-from typing import Any, Awaitable, TypeVar
+from typing import Any
 
-from gdpo_nemo.utils.user_code import os_exit_blocked
-
-_T = TypeVar("_T")
+from gdpo_nemo.utils.exits import os_exit_blocked
 
 
 class _UserLoop:
@@ -28,13 +27,13 @@ class _UserLoop:
         self._loop = asyncio.new_event_loop()
         self._start_thread(None)
 
-    def submit(self, awaitable: Awaitable[_T]) -> Future[_T]:
+    def submit[T](self, awaitable: Awaitable[T]) -> Future[T]:
         """Start an awaitable in the loop and return its future."""
         return asyncio.run_coroutine_threadsafe(_awaited(awaitable), self._loop)
 
-    def run(self, awaitable: Awaitable[_T]) -> _T:
+    def run[T](self, awaitable: Awaitable[T]) -> T:
         """Run an awaitable in the main thread and return its result."""
-        task: asyncio.Task[_T] | None = None
+        task: asyncio.Task[T] | None = None
         try:
             self._loop.call_soon_threadsafe(self._halt.set)
             self._thread.join()
@@ -76,7 +75,7 @@ def _forget_loop() -> None:
 os.register_at_fork(after_in_child=_forget_loop)  # the threads of the parent process do not run in the child process
 
 
-def run(awaitable: Awaitable[_T], limit_s: float | None = None) -> _T:
+def run[T](awaitable: Awaitable[T], limit_s: float | None = None) -> T:
     """Run an awaitable of user code in this process's loop and return its result.
 
     Args:

@@ -13,13 +13,14 @@ from __future__ import annotations
 import builtins
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 __path__: list[str] = []  # makes this module a package
 

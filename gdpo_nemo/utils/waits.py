@@ -7,13 +7,11 @@ import itertools
 import os
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Callable, Iterator, TypeVar
 
 from gdpo_nemo.utils.errors import InfrastructureFailed
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -152,7 +150,7 @@ def work_done(pid: int) -> tuple[float, int]:
     return seconds, amount
 
 
-def in_daemon_thread(call: Callable[[], Result], name: str) -> Future[Result]:
+def in_daemon_thread[Result](call: Callable[[], Result], name: str) -> Future[Result]:
     """Run ``call`` in a daemon thread. Unlike the threads of an executor, a daemon thread does not delay the exit of
     the process."""
     answer: Future[Result] = Future()

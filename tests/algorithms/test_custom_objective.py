@@ -26,7 +26,7 @@ from gdpo_nemo.config.load import load_config
 from gdpo_nemo.rollouts.user_functions import check_own_functions
 from gdpo_nemo.training.validation import validate
 from gdpo_nemo.utils.errors import ConfigError
-from gdpo_nemo.utils.user_code import absolute_import_path, load_object
+from gdpo_nemo.utils.import_path import ImportPath
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEMO = REPOSITORY / "configs" / "gdpo_tiny_cpu.yaml"
@@ -77,7 +77,7 @@ def ours(place: str, batch, **options):
     kept = mask.bool()
     ids = torch.arange(SHAPES[0])[:, None].expand(SHAPES)[kept]
     fields = TokenFields(advantages.expand(SHAPES)[kept], torch.ones(len(ids)), ids, SHAPES[0], old_logprobs=old[kept])
-    returned = load_object(place)(logprobs[kept], fields, LossSettings(), **options)
+    returned = ImportPath(place).load()(logprobs[kept], fields, LossSettings(), **options)
     loss = returned[0] if isinstance(returned, tuple) else returned
     return loss, torch.autograd.grad(loss.sum(), logprobs)[0]
 
@@ -130,7 +130,7 @@ def test_opos_baseline_weighs_the_groups_rewards_by_their_lengths():
     rewards = {"right": [1.0, 0.0, 0.0, 1.0, 1.0], "short": [0.0, 1.0, None, 0.5, 0.5]}
     result = compute_advantages(
         rewards, [0, 0, 0, 1, 1], weights={"right": 2.0, "short": 1.0}, lengths=[10, 20, 30, 4, 4],
-        estimator=load_object(OPO), batch_norm=False,
+        estimator=ImportPath(OPO).load(), batch_norm=False,
     )  # fmt: skip
     totals = np.array([2.0, 1.0, 0.0])
     baseline = totals @ [10, 20, 30] / 60
@@ -139,7 +139,7 @@ def test_opos_baseline_weighs_the_groups_rewards_by_their_lengths():
 
 def test_a_reward_that_a_row_does_not_have_is_no_part_of_opos_baseline():
     result = compute_advantages(
-        {"right": [1.0, 0.0, None]}, [0, 0, 0], lengths=[1, 3, 100], estimator=load_object(OPO), batch_norm=False
+        {"right": [1.0, 0.0, None]}, [0, 0, 0], lengths=[1, 3, 100], estimator=ImportPath(OPO).load(), batch_norm=False
     )
     np.testing.assert_allclose(result.values.numpy(), [0.75, -0.25, 0.0])
 
@@ -151,7 +151,7 @@ def test_papo_compares_the_process_of_right_answers_alone():
     groups = [0, 0, 0, 0, 0, 1, 1, 2, 2]
     result = compute_advantages(
         {"outcome": outcome, "process": process}, groups, weights={"outcome": 1.0, "process": 0.5},
-        estimator=load_object(PAPO), outcome="outcome", batch_norm=False,
+        estimator=ImportPath(PAPO).load(), outcome="outcome", batch_norm=False,
     )  # fmt: skip
 
     def z(values):
@@ -166,7 +166,8 @@ def test_papo_compares_the_process_of_right_answers_alone():
 
 def test_papo_names_the_rewards_there_are_where_its_outcome_is_none_of_them():
     with pytest.raises(ValueError, match="no reward is called 'right'; there are a, b"):
-        compute_advantages({"a": [1.0, 0.0], "b": [1.0, 0.0]}, [0, 0], estimator=load_object(PAPO), outcome="right")
+        estimator = ImportPath(PAPO).load()
+        compute_advantages({"a": [1.0, 0.0], "b": [1.0, 0.0]}, [0, 0], estimator=estimator, outcome="right")
 
 
 # -- what a function of one's own must be -----------------------------------------------------------------------
@@ -392,9 +393,9 @@ def test_a_steps_rewards_are_shaped_by_the_rule_that_the_config_names():
 def test_a_place_in_a_file_is_sent_as_one_that_any_working_directory_finds(tmp_path, monkeypatch):
     written(tmp_path, GOOD)
     monkeypatch.chdir(tmp_path)
-    assert absolute_import_path("mine.py:mine") == f"{tmp_path / 'mine.py'}:mine"
-    assert absolute_import_path(SAPO) == f"{REPOSITORY / SAPO}"
+    assert ImportPath("mine.py:mine").absolute() == f"{tmp_path / 'mine.py'}:mine"
+    assert ImportPath(SAPO).absolute() == f"{REPOSITORY / SAPO}"
     assert (
-        absolute_import_path("clipped_pg") == "clipped_pg"
-        and absolute_import_path("some.package:f") == "some.package:f"
+        ImportPath("clipped_pg").absolute() == "clipped_pg"
+        and ImportPath("some.package:f").absolute() == "some.package:f"
     )

@@ -19,7 +19,7 @@ from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.objective_checks import check_skipping
 from gdpo_nemo.rollouts.user_functions import check_own_functions
 from gdpo_nemo.utils.errors import ConfigError
-from gdpo_nemo.utils.user_code import load_functions
+from gdpo_nemo.utils.import_path import load_functions
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 OWN = ("examples/sapo.py:sapo", "examples/vespo.py:vespo", "examples/custom_correction.py:by_age")

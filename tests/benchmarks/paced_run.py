@@ -35,7 +35,7 @@ from gdpo_nemo.generation.requests import SampleRequest, Sampling
 from gdpo_nemo.rollouts.batches import sample_seed
 from gdpo_nemo.rollouts.ledger import RunPosition
 from gdpo_nemo.rollouts.scheduler import RolloutScheduler
-from gdpo_nemo.utils.user_code import load_object
+from gdpo_nemo.utils.import_path import ImportPath
 from gdpo_nemo.weights.manifest import pack
 from gdpo_nemo.weights.transports.base import Transport
 from gdpo_nemo.weights.transports.memory import MemoryReceiver
@@ -357,7 +357,7 @@ def _tokenizer(model: Path) -> Any:
 def rig(work: Work, folder: Path) -> Iterator[Rig]:
     """Start the engines of ``work`` in a Ray session, on a random model that is written to ``folder``."""
     model = folder / "model"
-    load_object(f"{EXAMPLES / 'make_tiny_model.py'}:make_random_model")(str(model), 0)
+    ImportPath(f"{EXAMPLES / 'make_tiny_model.py'}:make_random_model").load()(str(model), 0)
     config = work.config(model)
     with engines_of(work.pace), session(config.cluster):
         fleet = EngineFleet(config, str(model))

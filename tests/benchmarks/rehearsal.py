@@ -63,8 +63,8 @@ from gdpo_nemo.training.checkpoints import RunState
 from gdpo_nemo.training.components import RunComponents, Stop
 from gdpo_nemo.training.gdpo import GDPO
 from gdpo_nemo.training.trainer import Trainer
+from gdpo_nemo.utils.import_path import ImportPath
 from gdpo_nemo.utils.progress import frozen
-from gdpo_nemo.utils.user_code import load_object
 from gdpo_nemo.weights.manifest import Manifest
 from gdpo_nemo.weights.transports.base import Transport
 
@@ -344,7 +344,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, float], 
     """Train the steps; returns the driver's seconds a sample by kind of thread, and what the simulator assumes."""
     model = Path(arguments.model or folder / "model")
     if not arguments.model:
-        load_object(f"{EXAMPLES / 'make_tiny_model.py'}:make_random_model")(str(model), 0)
+        ImportPath(f"{EXAMPLES / 'make_tiny_model.py'}:make_random_model").load()(str(model), 0)
     engines = arguments.prompts * arguments.samples // arguments.samples_per_engine
     config = load_config({
         "run": {"dir": str(folder / "run"), "name": "rehearsal"},

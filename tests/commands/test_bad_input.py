@@ -20,7 +20,7 @@ from bad_input_objectives import CHECK, OBJECTIVES
 from bad_input_of_runs import EVAL, EXPLAIN, HEALTH, PLAN, RECIPES, ROLLOUTS, RUNS
 
 from gdpo_nemo.commands import cli
-from gdpo_nemo.utils import user_code
+from gdpo_nemo.utils import import_trial
 
 DRY = "train --dry-run --config {d}/good.yaml"
 TRAIN = "train --config {d}/good.yaml"
@@ -324,7 +324,7 @@ def world(good, tmp_path, monkeypatch, request):
     monkeypatch.chdir(d / "empty")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
-    monkeypatch.setattr(user_code, "IDLE_S", 4.0)
+    monkeypatch.setattr(import_trial, "IDLE_S", 4.0)
     return d
 
 

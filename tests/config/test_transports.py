@@ -14,7 +14,7 @@ from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.transports import BASE, CONDITIONS, TRANSPORTS, chosen_transport, declared
 from gdpo_nemo.config.validate import validate
 from gdpo_nemo.utils.errors import ConfigError, RunError
-from gdpo_nemo.utils.user_code import load_object
+from gdpo_nemo.utils.import_path import ImportPath
 from gdpo_nemo.weights.transports.base import Transport, errors_named, load_transport, make_transport
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -47,7 +47,7 @@ def test_the_values_of_the_config_are_auto_and_the_registry():
 def test_what_is_read_from_a_transports_source_is_what_its_class_says(name):
     found = load_transport(name)
     assert (declared(name).refuses, declared(name).uses_buckets) == (found.refuses, found.uses_buckets)
-    assert load_object(BASE) is Transport
+    assert ImportPath(BASE).load() is Transport
 
 
 def test_what_auto_stands_for_is_in_the_registry_and_never_refused():
@@ -164,7 +164,7 @@ def test_errors_of_a_transport_by_place_are_one_sentence_and_ours_stay_as_they_a
 
 def test_a_receiver_from_a_file_reaches_a_process_that_never_loaded_it(tmp_path):
     """As engines do: the module has no name there that could be imported."""
-    receiver = load_object(written(tmp_path, WHOLE, IMPORT).replace(":Mine", ":Told"))()
+    receiver = ImportPath(written(tmp_path, WHOLE, IMPORT).replace(":Mine", ":Told")).load()()
     receiver.number = 7
     (tmp_path / "pickled").write_bytes(pickle.dumps(receiver))
     code = f"import pickle; print(pickle.load(open({str(tmp_path / 'pickled')!r}, 'rb')).number)"

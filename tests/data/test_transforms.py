@@ -11,7 +11,7 @@ from gdpo_nemo.config.schema import DatasetConfig
 from gdpo_nemo.data import row_formats
 from gdpo_nemo.data.rows import load_rows
 from gdpo_nemo.utils.errors import ConfigError
-from gdpo_nemo.utils.user_code import load_object
+from gdpo_nemo.utils.import_path import ImportPath
 
 ROWS = [{"question": f"{n}+{n}?", "answer": f"so\n#### {2 * n}", "note": "x"} for n in range(3)]
 FUNCTIONS = """
@@ -157,7 +157,7 @@ def test_columns_of_axolotls_functions_are_removed_if_they_are_there(rows):
     ],
 )
 def test_row_function_of_a_saved_config_loads_by_its_earlier_name(before, name):
-    assert load_object(before) is getattr(row_formats, name)
+    assert ImportPath(before).load() is getattr(row_formats, name)
 
 
 def test_gsm8k_rows_have_a_completion_in_the_strict_format():

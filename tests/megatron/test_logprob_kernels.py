@@ -157,7 +157,7 @@ def test_the_plan_counts_what_the_backward_pass_holds(micro_batch):
     from gdpo_nemo.config.model_checks import resolve
     from gdpo_nemo.megatron.logprobs import slice_width
     from gdpo_nemo.models.family_checks import describe
-    from gdpo_nemo.planning.known_models import KNOWN
+    from gdpo_nemo.models.known_models import KNOWN
     from gdpo_nemo.planning.memory import policy_memory
 
     recipe = ROOT / "configs/gdpo_gsm8k_qwen2.5_1.5b_8gpu.yaml"

@@ -9,7 +9,7 @@ import pytest
 
 from gdpo_nemo.commands.families import table
 from gdpo_nemo.models.families import FAMILIES
-from gdpo_nemo.planning.known_models import KNOWN
+from gdpo_nemo.models.known_models import KNOWN
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TESTS = {

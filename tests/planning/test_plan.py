@@ -17,6 +17,7 @@ from gdpo_nemo.config.model_checks import resolve
 from gdpo_nemo.data.packing import Budget, TrainSequence, attention_cost
 from gdpo_nemo.data.prefixes import shared_layout
 from gdpo_nemo.models.family_checks import describe
+from gdpo_nemo.models.known_models import KNOWN
 from gdpo_nemo.models.weights import active_parameters, parameters
 from gdpo_nemo.planning.calibrate import Observation, fit
 from gdpo_nemo.planning.fit import (
@@ -29,7 +30,6 @@ from gdpo_nemo.planning.fit import (
     sweep,
 )
 from gdpo_nemo.planning.hardware import CPU_RATES, Phase, Rates, device, host, load_rates, save_rates
-from gdpo_nemo.planning.known_models import KNOWN
 from gdpo_nemo.planning.memory import (
     GPU_RESERVE,
     checkpoint_bytes,

@@ -11,10 +11,10 @@ from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.model_checks import resolve
 from gdpo_nemo.models.family_checks import describe
+from gdpo_nemo.models.known_models import KNOWN
 from gdpo_nemo.models.weights import active_parameters, parameters
 from gdpo_nemo.planning.fit import _memory_savers, changed, memory_shortage
 from gdpo_nemo.planning.hardware import Rates, device
-from gdpo_nemo.planning.known_models import KNOWN
 from gdpo_nemo.planning.memory import host_memory, policy_memory, refit_bytes, resting_memory, transport_memory
 from gdpo_nemo.planning.report import plan_lines
 from gdpo_nemo.planning.shape import model_shape, on_rank

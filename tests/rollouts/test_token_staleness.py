@@ -14,7 +14,7 @@ from gdpo_nemo.algorithms.policy_loss import importance_weights, policy_loss
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.records import Prompt, Trajectory
 from gdpo_nemo.rollouts.credit import token_staleness, updates_of
-from gdpo_nemo.utils.user_code import load_functions
+from gdpo_nemo.utils.import_path import load_functions
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 BY_AGE = "examples/custom_correction.py:by_age"

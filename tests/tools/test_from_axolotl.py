@@ -18,7 +18,7 @@ from gdpo_nemo.tools.interop.axolotl.keys import PATTERNS, result_of
 from gdpo_nemo.tools.interop.axolotl.translate import translate_axolotl
 from gdpo_nemo.tools.interop.translation import ADDED, CANNOT_RUN, DIFFERS, SAME, TRANSLATED
 from gdpo_nemo.utils.errors import ConfigError
-from gdpo_nemo.utils.user_code import load_object
+from gdpo_nemo.utils.import_path import ImportPath
 
 KEYS = Path(__file__).parent / "axolotl" / "keys_of_schema.txt"
 REWARDS = """
@@ -198,7 +198,7 @@ def test_reward_module_may_be_a_package(translated, tmp_path):
     functions = made.content["env"]["functions"]["functions"]
     assert functions == {"right": "rewards_ax/__init__.py:right", "short": "rewards_ax/texts.py:short"}
     for import_path in functions.values():
-        assert callable(load_object(import_path))
+        assert callable(ImportPath(import_path).load())
 
 
 @pytest.mark.parametrize(

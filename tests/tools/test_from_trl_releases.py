@@ -22,7 +22,7 @@ from gdpo_nemo.tools.interop.trl.run import TrlRun
 from gdpo_nemo.tools.interop.trl.trainers import TRAINERS
 from gdpo_nemo.tools.interop.trl.translate import translate_trl
 from gdpo_nemo.utils.errors import ConfigError
-from gdpo_nemo.utils.user_code import load_object
+from gdpo_nemo.utils.import_path import ImportPath
 
 CONFIGS = """\
 from dataclasses import dataclass, field
@@ -181,8 +181,8 @@ def test_functions_that_receive_the_parsed_arguments_are_called_with_their_value
     assert made.content["gdpo"]["rewards"] == {"long": 1.0, "short": 2.0}
     monkeypatch.syspath_prepend(tmp_path / "src")
     functions = made.content["env"]["functions"]["functions"]
-    assert {name: load_object(path)([""]) for name, path in functions.items()} == {"long": [1.0], "short": [-1.0]}
-    assert load_object(made.content["data"]["train"]["path"])() == [{"problem": "org/rows"}]
+    assert {name: ImportPath(path).load()([""]) for name, path in functions.items()} == {"long": [1.0], "short": [-1.0]}
+    assert ImportPath(made.content["data"]["train"]["path"]).load()() == [{"problem": "org/rows"}]
     assert not [file for file in tmp_path.glob("mine*") if "secret" in file.read_text()]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.tools.interop.trl.translate import translate_trl
-from gdpo_nemo.utils.user_code import load_object
+from gdpo_nemo.utils.import_path import ImportPath
 
 ADD = '''
 def add(a: int, b: int) -> int:
@@ -101,7 +101,7 @@ def test_an_environment_factory_becomes_the_environment_tool_class(folder, top, 
     [tool] = environment.read_row({})["tools"]
     assert tool["function"]["parameters"]["properties"]["amount"]["type"] == "integer"
     if inside.startswith("Counter.places"):
-        assert next(load_object("ours_rewards.py:Counter").places) == "here"
+        assert next(ImportPath("ours_rewards.py:Counter").load().places) == "here"
     environment.close()
 
 
@@ -133,11 +133,11 @@ def test_a_spec_of_trl_becomes_rows_an_environment_and_a_reward(folder):
     translation = translate_trl(["script.py"], "ours.yaml", 8, ["--env", "e2b"])
     assert set(translation.differences) == {"max_completion_length"}, translation.summary()
     assert translation.content["gdpo"]["rewards"] == {"_outcome_reward_func": 1.0}
-    [made] = [load_object(translation.content["data"]["train"]["path"])()]
+    [made] = [ImportPath(translation.content["data"]["train"]["path"]).load()()]
     assert [row["gold_answer"] for row in made] == ["0", "1"]
     options = translation.content["env"]["tool_class"]
     assert options["make"] == "ours_rewards.py:environment_factory"
-    assert load_object(options["make"]).keywords == {"environment_type": "e2b"}
+    assert ImportPath(options["make"]).load().keywords == {"environment_type": "e2b"}
     environment = load_environment("tool_class", options)
     assert environment.reward_names == ("_outcome_reward_func",)
     [tool] = environment.read_row(made[0])["tools"]

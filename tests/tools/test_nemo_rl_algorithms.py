@@ -17,7 +17,7 @@ from gdpo_nemo.data.example_rows import ExampleReader
 from gdpo_nemo.data.rows import load_rows
 from gdpo_nemo.tools.interop.nemo_rl.translate import translate
 from gdpo_nemo.tools.interop.translation import CANNOT_RUN, DIFFERS, SAME, UNKNOWN
-from gdpo_nemo.utils.user_code import load_object
+from gdpo_nemo.utils.import_path import ImportPath
 
 FOLDER = Path(__file__).with_name("nemo_rl")
 REPOSITORY = Path(__file__).parents[2]
@@ -113,7 +113,7 @@ def test_rows_of_named_datasets_become_those_of_nemo_rls_classes(name, tmp_path)
 @pytest.fixture(scope="module")
 def byte_model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "bytes"
-    load_object(f"{REPOSITORY / 'examples' / 'make_tiny_model.py'}:make_random_model")(str(folder), 0)
+    ImportPath(f"{REPOSITORY / 'examples' / 'make_tiny_model.py'}:make_random_model").load()(str(folder), 0)
     return folder
 
 

@@ -26,7 +26,7 @@ from gdpo_nemo.training.algorithm import Algorithm, load_algorithm, with_absolut
 from gdpo_nemo.training.gdpo import GDPO, TokenScores
 from gdpo_nemo.training.validation import validate
 from gdpo_nemo.utils.errors import ConfigError, UserCodeFailed
-from gdpo_nemo.utils.user_code import load_object
+from gdpo_nemo.utils.import_path import ImportPath
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEMO = REPOSITORY / "configs" / "gdpo_tiny_cpu.yaml"
@@ -117,9 +117,9 @@ def test_an_own_class_is_judged_before_any_process_starts(body, complaint, tmp_p
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_declaration_names_the_class_the_check_and_keys_that_exist(name):
     spec = ALGORITHMS[name]
-    found = load_object(spec.import_path)
+    found = ImportPath(spec.import_path).load()
     assert issubclass(found, Algorithm) and found.samples is spec.samples and spec.about
-    assert spec.check is None or callable(load_object(spec.check))
+    assert spec.check is None or callable(ImportPath(spec.check).load())
     keys = [key for unused in spec.unused for key in unused.keys] + [spec.section] * bool(spec.section)
     config = Config()
     for key in keys:

@@ -21,7 +21,7 @@ from gdpo_nemo.environments.registry import load_environments
 from gdpo_nemo.training.api import inline_run, written
 from gdpo_nemo.training.validation import validate
 from gdpo_nemo.utils.errors import ConfigError, RunError
-from gdpo_nemo.utils.user_code import load_object
+from gdpo_nemo.utils.import_path import ImportPath
 
 ROWS = [{"prompt": "31524=", "answer": "12345"}, {"prompt": "978=", "answer": "789"}]
 
@@ -87,15 +87,15 @@ def test_what_was_pickled_is_callable_in_another_process_without_its_module(tmp_
     subprocess.run([sys.executable, str(place)], cwd=tmp_path, check=True)
     place.unlink()
     for name in ("a", "b"):
-        assert load_object(f"{tmp_path / 'functions.pkl'}:{name}")(["xx"]) == [2.25]
+        assert ImportPath(f"{tmp_path / 'functions.pkl'}:{name}").load()(["xx"]) == [2.25]
     with pytest.raises(ConfigError, match="has no 'c'"):
-        load_object(f"{tmp_path / 'functions.pkl'}:c")
+        ImportPath(f"{tmp_path / 'functions.pkl'}:c").load()
 
 
 def test_a_damaged_pickle_is_one_line_that_says_what_it_needs(tmp_path):
     (tmp_path / "functions.pkl").write_bytes(b"not a pickle")
     with pytest.raises(ConfigError, match="cannot read the objects in .*modules and the Python"):
-        load_object(f"{tmp_path / 'functions.pkl'}:a")
+        ImportPath(f"{tmp_path / 'functions.pkl'}:a").load()
 
 
 def test_the_config_of_such_a_run_is_loaded_and_verifies_from_its_file_alone(tmp_path):

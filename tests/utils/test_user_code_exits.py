@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from gdpo_nemo.utils.user_code import ExitRaised, exits_contained, os_exit_blocked
+from gdpo_nemo.utils.exits import ExitRaised, exits_contained, os_exit_blocked
 from gdpo_nemo.utils.waits import in_daemon_thread
 
 

@@ -7,9 +7,10 @@ import time
 import psutil
 import pytest
 
-from gdpo_nemo.utils import user_code
+from gdpo_nemo.utils import import_trial
 from gdpo_nemo.utils.errors import ConfigError
-from gdpo_nemo.utils.user_code import imports_tried, load_object
+from gdpo_nemo.utils.import_path import ImportPath
+from gdpo_nemo.utils.import_trial import imports_tried
 
 
 @pytest.fixture
@@ -24,27 +25,27 @@ def mine(tmp_path):
 def test_sound_code_is_imported_here_once_with_what_it_does(mine, tmp_path):
     count = f"open({str(tmp_path / 'imports')!r}, 'a').write('x')"
     with imports_tried():
-        assert load_object(mine(count))() == 3
-        assert load_object(mine(count))() == 3
+        assert ImportPath(mine(count)).load()() == 3
+        assert ImportPath(mine(count)).load()() == 3
     assert (tmp_path / "imports").read_text() == "xx"  # once on trial, once here
 
 
 def test_nothing_is_tried_where_nobody_asked_for_it(mine, tmp_path):
-    load_object(mine(f"open({str(tmp_path / 'imports')!r}, 'a').write('x')"))
+    ImportPath(mine(f"open({str(tmp_path / 'imports')!r}, 'a').write('x')")).load()
     assert (tmp_path / "imports").read_text() == "x"
 
 
 @pytest.mark.slow
 def test_code_that_computes_for_longer_than_a_hang_is_waited_for(mine, monkeypatch):
-    monkeypatch.setattr(user_code, "IDLE_S", 2.0)
+    monkeypatch.setattr(import_trial, "IDLE_S", 2.0)
     with imports_tried():
-        assert load_object(mine("import time\nwhile time.process_time() < 2.5: pass"))() == 3
+        assert ImportPath(mine("import time\nwhile time.process_time() < 2.5: pass")).load()() == 3
 
 
 def test_code_that_never_comes_to_an_end_is_given_up(mine, monkeypatch):
-    monkeypatch.setattr(user_code, "LONGEST_S", 1.0)
+    monkeypatch.setattr(import_trial, "LONGEST_S", 1.0)
     with imports_tried(), pytest.raises(ConfigError, match="mine.py: its import has not finished after 1 s"):
-        load_object(mine("while True: pass"))
+        ImportPath(mine("while True: pass")).load()
 
 
 def test_what_an_import_has_started_ends_with_the_trial(mine, tmp_path):
@@ -54,7 +55,7 @@ def test_what_an_import_has_started_ends_with_the_trial(mine, tmp_path):
         f"open({str(started)!r}, 'w').write(str(p.pid))\nos.kill(os.getpid(), 11)"
     )
     with imports_tried(), pytest.raises(ConfigError, match="mine.py: a process that imports it is killed by SIGSEGV"):
-        load_object(mine(code))
+        ImportPath(mine(code)).load()
     deadline = time.monotonic() + 240
     while _lives(int(started.read_text())) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -64,7 +65,7 @@ def test_what_an_import_has_started_ends_with_the_trial(mine, tmp_path):
 def test_what_a_fork_of_an_import_says_is_not_the_imports_word(mine):
     forks = "import os\nif os.fork() == 0: os._exit(0)\nos.wait()\nos.kill(os.getpid(), 9)"
     with imports_tried(), pytest.raises(ConfigError, match="is killed by SIGKILL"):
-        load_object(mine(forks))
+        ImportPath(mine(forks)).load()
 
 
 def _lives(pid: int) -> bool:

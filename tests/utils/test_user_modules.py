@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 from gdpo_nemo.utils import user_modules
 from gdpo_nemo.utils.errors import ConfigError
-from gdpo_nemo.utils.user_code import load_object
+from gdpo_nemo.utils.import_path import ImportPath
 
 
 def write(folder: Path, **files: str) -> Path:
@@ -45,7 +45,7 @@ def test_files_of_two_folders_import_the_modules_of_their_own_folder(tmp_path):
             "third": f"WHO = {who!r}",
         }
         parts |= {"kit____init__": "", "kit__deep": "from third import WHO", "rewards": REWARDS}
-        found[who] = load_object(f"{write(tmp_path / who, **parts)}/rewards.py:late")
+        found[who] = ImportPath(f"{write(tmp_path / who, **parts)}/rewards.py:late").load()
     assert {who: set(late()) for who, late in found.items()} == {"a": {"a"}, "b": {"b"}}
 
 
@@ -56,7 +56,7 @@ def test_a_file_in_a_package_imports_modules_by_the_name_of_the_package(tmp_path
         (tmp_path / folder / "__init__.py").touch()
     imports = ("from package.sub.util import WHO", "from .util import WHO as relative", "import util")
     write(tmp_path, package__sub__main="\n".join([*imports, "found = WHO, relative, util.WHO"]))
-    assert load_object(f"{tmp_path}/package/sub/main.py:found") == (1, 1, 1)
+    assert ImportPath(f"{tmp_path}/package/sub/main.py:found").load() == (1, 1, 1)
 
 
 def test_files_whose_paths_differ_only_in_separators_are_different_modules(tmp_path):
@@ -64,7 +64,7 @@ def test_files_whose_paths_differ_only_in_separators_are_different_modules(tmp_p
     (tmp_path / "a" / "c.d.py").write_text("WHO = 3")
     write(tmp_path / "a", d="WHO = 4", e="WHO = 5", e____init__="WHO = 6")
     files = ("a/b_c", "a_b/c", "a/c.d", "a/d", "a/e")
-    assert [load_object(f"{tmp_path}/{file}.py:WHO") for file in files] == [1, 2, 3, 4, 5]
+    assert [ImportPath(f"{tmp_path}/{file}.py:WHO").load() for file in files] == [1, 2, 3, 4, 5]
 
 
 @given(st.text("aZ0_/.- é漢", min_size=1))
@@ -75,7 +75,7 @@ def test_a_folders_name_is_decoded_from_the_name_of_its_package(text):
 
 def test_a_module_of_the_folder_precedes_an_imported_package_with_its_name(tmp_path):
     write(tmp_path, hypothesis="WHO = 1", rewards="import hypothesis\nWHO = hypothesis.WHO")
-    assert load_object(f"{tmp_path}/rewards.py:WHO") == 1
+    assert ImportPath(f"{tmp_path}/rewards.py:WHO").load() == 1
 
 
 def test_installed_packages_give_way_to_the_folder_and_the_standard_library_does_not(tmp_path):
@@ -84,7 +84,7 @@ def test_installed_packages_give_way_to_the_folder_and_the_standard_library_does
     write(tmp_path, yaml__rows="raise OSError", notes__rows="WHO = 2")
     text = "import psutil, statistics, yaml, gdpo_nemo, notes.rows as notes\nfound = psutil, yaml, notes"
     write(tmp_path, rewards=text)
-    ours, yaml, notes = load_object(f"{tmp_path}/rewards.py:found")
+    ours, yaml, notes = ImportPath(f"{tmp_path}/rewards.py:found").load()
     assert (ours.WHO, notes.WHO) == (1, 2) and hasattr(yaml, "safe_load")
 
 
@@ -93,13 +93,13 @@ def test_a_module_that_the_main_program_has_imported_is_not_imported_again(tmp_p
     monkeypatch.syspath_prepend(tmp_path)
     import shared_by_program
 
-    assert load_object(f"{tmp_path}/rewards.py:WHO") is shared_by_program.WHO
+    assert ImportPath(f"{tmp_path}/rewards.py:WHO").load() is shared_by_program.WHO
 
 
 def test_another_process_imports_the_module_by_its_name(tmp_path):
     """The children of multiprocessing do so with every start method."""
     write(tmp_path, helper="WHO = 3", rewards="from helper import WHO\nclass Mine: who = WHO")
-    made = load_object(f"{tmp_path}/rewards.py:Mine")
+    made = ImportPath(f"{tmp_path}/rewards.py:Mine").load()
     program = f"from {made.__module__} import Mine; print(Mine.who, Mine.__module__)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["3", made.__module__]
@@ -108,4 +108,4 @@ def test_another_process_imports_the_module_by_its_name(tmp_path):
 def test_a_module_that_is_missing_is_named_without_its_package(tmp_path):
     write(tmp_path, rewards="import absent_helper")
     with pytest.raises(ConfigError, match="rewards.py: ModuleNotFoundError: No module named 'absent_helper'$"):
-        load_object(f"{tmp_path}/rewards.py:x")
+        ImportPath(f"{tmp_path}/rewards.py:x").load()

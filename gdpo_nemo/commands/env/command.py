@@ -16,7 +16,7 @@ from gdpo_nemo.environments.base import declared
 from gdpo_nemo.environments.registry import BUILT_IN, ENTRY_POINT_GROUP, find_plugin, load_environment, origin
 from gdpo_nemo.environments.tasks import reward_functions as functions
 from gdpo_nemo.utils.errors import ConfigError
-from gdpo_nemo.utils.user_code import load_object
+from gdpo_nemo.utils.import_path import ImportPath
 
 if TYPE_CHECKING:
     from gdpo_nemo.commands.env.check import Check
@@ -329,7 +329,7 @@ def list_environments() -> list[Listed]:
 
 def list_functions() -> list[tuple[str, str]]:
     """Return the built-in reward functions as (name, first line of the docstring)."""
-    loaded = {name: load_object(place) for name, place in sorted(functions.BUILT_IN.items())}
+    loaded = {name: ImportPath(place).load() for name, place in sorted(functions.BUILT_IN.items())}
     return [(name, (inspect.getdoc(function) or "").partition("\n")[0]) for name, function in loaded.items()]
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.popen_spawn_posix import Popen
 from multiprocessing.process import BaseProcess
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from gdpo_nemo.environments.base import Environment, checked_verdicts
 from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep, advance
 from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.utils.errors import GdpoError, first_line
-from gdpo_nemo.utils.user_code import exits_contained
+from gdpo_nemo.utils.exits import exit_status_marked, exits_contained
 
 STARTUP_LIMIT_S = 300.0
 """Maximum time in seconds in which a worker must build its environments."""
@@ -35,7 +35,10 @@ _POLL_S = 0.5
 _CHECKS_AFTER_DEATH = 5
 """Number of checks in which pebble finds a dead worker alive. See ``_Process``."""
 EXIT_CALLED = 96
-"""Exit status of a worker whose verifier called ``os._exit(0)``."""
+"""Exit status of a worker whose verifier called ``os._exit(0)``.
+
+The pool treats a worker that exits with status 0 as idle, so the worker's task would only end at the time limit.
+"""
 # Signals whose handlers a verifier may change. For example, math-verify uses SIGALRM for its time limit.
 _SIGNALS = (signal.SIGALRM, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -91,7 +94,7 @@ def verify(name: str, trajectories: Sequence[Trajectory], time_limit_s: float, s
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
         _seed(seed, name, trajectories)
-        with _exit_status_marked():
+        with exit_status_marked(EXIT_CALLED):
             verdicts = environment.verify(trajectories)
         return checked_verdicts(tuple(environment.reward_names), trajectories, verdicts)
     except GdpoError as error:
@@ -102,25 +105,6 @@ def verify(name: str, trajectories: Sequence[Trajectory], time_limit_s: float, s
     finally:
         faulthandler.cancel_dump_traceback_later()
         _restore(handlers)
-
-
-@contextlib.contextmanager
-def _exit_status_marked() -> Iterator[None]:
-    """Change the exit status of ``os._exit(0)`` to ``EXIT_CALLED`` while a verifier runs.
-
-    The pool treats a worker that exits with status 0 as idle, so the worker's task would only end at the time limit.
-    """
-    original_exit = os._exit
-    worker_pid = os.getpid()
-
-    def exit_marked(status: int) -> NoReturn:
-        original_exit(EXIT_CALLED if status == 0 and os.getpid() == worker_pid else status)
-
-    os._exit = exit_marked
-    try:
-        yield
-    finally:
-        os._exit = original_exit
 
 
 def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
@@ -145,7 +129,7 @@ def step(name: str, steps: Sequence[EpisodeStep], time_limit_s: float, seed: int
         for request in steps:
             # All samples of a prompt are reset with the same seed, so that a group answers the same question.
             _seed(seed, name, [request], f"/{request.turn}" if request.turn else None)
-            with _exit_status_marked():
+            with exit_status_marked(EXIT_CALLED):
                 replies.append(advance(environment, request))
         return replies
     except GdpoError as error:

@@ -16,7 +16,8 @@ from gdpo_nemo.data.records import Outcome, TrainerState, Trajectory, Verdict
 from gdpo_nemo.environments.base import Environment, Failure, SpanReward, read_options, reward_value
 from gdpo_nemo.utils import user_loop
 from gdpo_nemo.utils.errors import ConfigError, RunError, first_line, nearest
-from gdpo_nemo.utils.user_code import exits_contained, load_object
+from gdpo_nemo.utils.exits import exits_contained
+from gdpo_nemo.utils.import_path import ImportPath
 
 BUILT_IN = {
     "regex": "gdpo_nemo.environments.tasks.answers:regex",
@@ -165,7 +166,7 @@ def _load(name: str, entry: Any) -> _RewardFunction:
         raise ConfigError(f"functions.{name}: must be a function such as file.py:name, not {entry!r}")
     if ":" not in reference and "." not in reference and reference not in BUILT_IN:
         raise ConfigError(f"functions.{name}: unknown reward function {reference!r}{nearest(reference, BUILT_IN)}")
-    call = load_object(BUILT_IN.get(reference, reference))
+    call = ImportPath(BUILT_IN.get(reference, reference)).load()
     if not callable(call):
         raise ConfigError(f"functions.{name}: {reference} is not callable")
     if inspect.isclass(call):

@@ -30,7 +30,8 @@ from gdpo_nemo.environments.tasks.tools import (
 )
 from gdpo_nemo.utils import user_loop
 from gdpo_nemo.utils.errors import ConfigError, RunError, first_line
-from gdpo_nemo.utils.user_code import exits_contained, is_reference, load_object
+from gdpo_nemo.utils.exits import exits_contained
+from gdpo_nemo.utils.import_path import ImportPath
 from gdpo_nemo.utils.waits import in_daemon_thread
 
 _THREADS = 512
@@ -75,13 +76,13 @@ class ToolClass(Environment):
         chosen = read_options(
             "tool_class", options, make=None, functions={}, time_limit_s=60.0, max_tool_calling_iterations=None
         )
-        if not isinstance(chosen.make, str) or not is_reference(chosen.make):
+        if not isinstance(chosen.make, str) or not ImportPath.matches(chosen.make):
             raise ConfigError(f"make: expected a class such as file.py:Class ({chosen.make!r})")
         if not isinstance(chosen.functions, Mapping) or not chosen.functions:
             raise ConfigError(f"functions: expected reward functions by component ({chosen.functions!r})")
         if not chosen.time_limit_s > 0:
             raise ConfigError(f"time_limit_s: must be greater than 0 ({chosen.time_limit_s})")
-        self._make: Callable[[], Any] = load_object(chosen.make)
+        self._make: Callable[[], Any] = ImportPath(chosen.make).load()
         self._functions: dict[str, Callable[..., Any]] = {}
         for name, place in chosen.functions.items():
             self._functions[str(name)] = _function(str(name), place)
@@ -206,9 +207,9 @@ async def _no_cleanup() -> None:
 
 
 def _function(name: str, place: Any) -> Callable[..., Any]:
-    if not isinstance(place, str) or not is_reference(place):
+    if not isinstance(place, str) or not ImportPath.matches(place):
         raise ConfigError(f"functions.{name}: expected a function such as file.py:function ({place!r})")
-    call: Callable[..., Any] = load_object(place)
+    call: Callable[..., Any] = ImportPath(place).load()
     return call
 
 

@@ -23,7 +23,7 @@ from gdpo_nemo.environments.base import Environment, count_option, read_options
 from gdpo_nemo.environments.tasks.reward_functions import Functions
 from gdpo_nemo.utils import user_loop
 from gdpo_nemo.utils.errors import ConfigError, first_line
-from gdpo_nemo.utils.user_code import is_reference, load_object
+from gdpo_nemo.utils.import_path import ImportPath
 
 MAX_RESULT_CHARACTERS = 2**16
 """Maximum total length in characters of the results of one turn. A result that exceeds this limit is replaced by an
@@ -59,10 +59,10 @@ def load_tools(references: Any) -> dict[str, Tool]:
 
 
 def _load(key: str, reference: Any) -> Tool:
-    if not isinstance(reference, str) or not is_reference(reference):
+    if not isinstance(reference, str) or not ImportPath.matches(reference):
         raise ConfigError(f"{key}: expected a function such as file.py:function, got {reference!r}")
     try:
-        tool: Tool = load_object(reference)
+        tool: Tool = ImportPath(reference).load()
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
     if isinstance(tool, type) or not callable(tool) or not hasattr(tool, "__name__"):

@@ -15,7 +15,7 @@ import numpy as np
 
 from gdpo_nemo.algorithms.advantages import compute_advantages
 from gdpo_nemo.utils.errors import first_line
-from gdpo_nemo.utils.user_code import exits_contained
+from gdpo_nemo.utils.exits import exits_contained
 
 VECTORS = Path(__file__).with_name("conformance.json")
 TOLERANCE = 1e-3

@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     from gdpo_nemo.algorithms.settings import PRESETS
     from gdpo_nemo.tools.conformance.cases import IMPLEMENTATIONS, built_in, load_cases
     from gdpo_nemo.utils.errors import ConfigError, nearest
-    from gdpo_nemo.utils.user_code import is_reference, load_object
+    from gdpo_nemo.utils.import_path import ImportPath
 
     name, rule = arguments.function, arguments.rule
     if rule not in IMPLEMENTATIONS:
@@ -43,9 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     if name is None:
         _print_recorded(load_cases(), rule)
         return 0
-    if not is_reference(name) and name not in PRESETS:
+    if not ImportPath.matches(name) and name not in PRESETS:
         raise ConfigError(f"FUNCTION: {name!r} is neither an import path nor a preset{nearest(name, PRESETS)}")
-    estimator = built_in(name) if name in PRESETS else load_object(name)
+    estimator = built_in(name) if name in PRESETS else ImportPath(name).load()
     if not callable(estimator):
         raise ConfigError(f"FUNCTION: {name} is not a function")
     return _compare(estimator, name, load_cases(), rule)

@@ -11,7 +11,6 @@ from typing import Any, Callable, Mapping, Protocol
 
 import yaml
 
-from gdpo_nemo.config.algorithm_choice import spec_of
 from gdpo_nemo.config.data_files import may_be_on_the_hub
 from gdpo_nemo.config.effects import keys_without_effect
 from gdpo_nemo.config.load import all_keys, load_config
@@ -220,7 +219,7 @@ def assemble(
 
 
 def _idle_keys(config: Config) -> list[str]:
-    return keys_without_effect(config, spec_of(config))
+    return keys_without_effect(config)
 
 
 def leave_out_idle_keys(translation: Translation, values: dict[str, Any]) -> dict[str, str]:

@@ -20,7 +20,7 @@ import torch
 
 from gdpo_nemo.config.transports import transport_import_path
 from gdpo_nemo.utils.errors import ConfigError, GdpoError, RunError, first_line
-from gdpo_nemo.utils.user_code import load_object
+from gdpo_nemo.utils.import_path import ImportPath
 from gdpo_nemo.utils.user_modules import is_built_in
 from gdpo_nemo.weights.adapters import Adapters
 from gdpo_nemo.weights.manifest import Manifest, weight_metadata
@@ -260,7 +260,7 @@ def load_transport(name: str) -> type[Transport]:
         ConfigError: if the class is not found, is not a transport, or is abstract.
     """
     try:
-        transport_class = load_object(transport_import_path(name))
+        transport_class = ImportPath(transport_import_path(name)).load()
     except ConfigError as error:
         raise ConfigError(f"weights.transport: {error}") from error
     if not (isinstance(transport_class, type) and issubclass(transport_class, Transport)):

@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gdpo_nemo.config.data_files import may_be_on_the_hub
+from gdpo_nemo.config.interpolations import check_interpolations
 from gdpo_nemo.config.load import MOST_FILES
 from gdpo_nemo.config.model_checks import read_model_config
 from gdpo_nemo.models.architectures import has_optional_experts
@@ -23,7 +24,7 @@ from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.models.family_checks import describe
 from gdpo_nemo.tools.interop.nemo_rl.releases import MAIN, before, data_settings, keys_read, release_of
 from gdpo_nemo.utils.errors import ConfigError, message_line
-from gdpo_nemo.utils.files import check_interpolations, check_yaml, parse_yaml, read_text
+from gdpo_nemo.utils.files import check_yaml, parse_yaml, read_text
 
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "mul": lambda a, b: a * b,
