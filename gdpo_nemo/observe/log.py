@@ -16,10 +16,11 @@ from gdpo_nemo.data.records import Group
 from gdpo_nemo.observe import journal, metrics, run_files, samples
 from gdpo_nemo.observe.console import make_console
 from gdpo_nemo.observe.health import HealthAlerts
-from gdpo_nemo.observe.html_report import Redraw
+from gdpo_nemo.observe.html_report import Redraw, write_report
 from gdpo_nemo.observe.journal import Journal, TrainedBatch
 from gdpo_nemo.observe.metric_registry import alias_values
 from gdpo_nemo.observe.metrics import History, MetricsLog, clean, read_metrics
+from gdpo_nemo.observe.plot import plot_rewards
 from gdpo_nemo.observe.run_files import RESTARTING, TraceLog, write_alert
 from gdpo_nemo.observe.sample_writer import SampleWriter
 from gdpo_nemo.observe.samples import remove_rollouts_after
@@ -233,8 +234,8 @@ class RunLog:
         self._try("report.html", self._redraw.close)
         if status != RESTARTING and (self._history.training or self._history.validation):
             if self._config.logger.plot and self._history.components:
-                self._try("rewards.png", _plot, self._run_dir)
-            self._try("report.html", _report, self._run_dir)
+                self._try("rewards.png", plot_rewards, self._run_dir)
+            self._try("report.html", write_report, self._run_dir)
         if self._console:
             self._try("the console", self._console.close, status, self._run_dir)
 
@@ -289,22 +290,10 @@ def _tensorboard(config: Config, run_dir: Path, start_step: int, settings: dict[
     return TensorboardLog(run_dir, start_step, settings)
 
 
-def _plot(run_dir: Path) -> Path:
-    from gdpo_nemo.observe.plot import plot_rewards  # Importing matplotlib takes a second.
-
-    return plot_rewards(run_dir)
-
-
 def _card(folder: Path, config: Config, run_dir: Path, step: int) -> Path:
     from gdpo_nemo.observe.model_card import write_card
 
     return write_card(folder, config.policy.model_name, config, run_dir, step)
-
-
-def _report(run_dir: Path) -> Path:
-    from gdpo_nemo.observe.html_report import write_report
-
-    return write_report(run_dir)
 
 
 FOLDER = "archive"

@@ -31,15 +31,18 @@ _DIAGNOSTICS = (
 )
 
 
-def plot_rewards(run_dir: str | Path) -> Path:
+def plot_rewards(run_dir: str | Path, history: History | None = None) -> Path:
     """Draw the reward curves of a run to ``rewards.png`` in the run folder, and return its path.
+
+    Args:
+        history: metrics of the run. None reads them from the run folder.
 
     Raises:
         ValueError: if the run has no rewards yet.
         OSError: if the file cannot be written.
     """
     run_dir = Path(run_dir)
-    image = rewards_png(History.of(read_metrics(run_dir)), title=real_path(run_dir).name)
+    image = rewards_png(history or History.of(read_metrics(run_dir)), title=real_path(run_dir).name)
     path = run_dir / FILE
     write_whole(path, image)
     return path

@@ -100,8 +100,8 @@ def test_a_run_whose_folder_is_anothers_records_nothing_more(config, run_dir):
 @pytest.mark.parametrize(
     "target",
     [
-        (log, "_plot"),
-        (log, "_report"),
+        (log, "plot_rewards"),
+        (log, "write_report"),
         (sample_writer, "write_rollouts"),
         (console.PlainConsole, "step"),
         (log, "_tensorboard"),
@@ -113,7 +113,7 @@ def test_a_failure_to_draw_warns_once_and_the_run_goes_on(config, run_dir, monke
         raise RuntimeError("no font")
 
     monkeypatch.setattr(*target, broken)
-    play(config, status="complete" if target[1] in ("_plot", "_report") else RESTARTING)
+    play(config, status="complete" if target[1] in ("plot_rewards", "write_report") else RESTARTING)
     assert len(read_metrics(run_dir)) == 9
     (alert,) = read_alerts(run_dir)
     assert "no font" in alert["text"]
@@ -253,7 +253,7 @@ def test_report_names_status_model_algorithm_and_rewards_on_any_screen(config, r
     page = report.write_report(run_dir).read_text()
     head = page.partition("<h2>")[0]
     for text in (
-        "1 steps",
+        "not finished · 1 step ·",
         config.policy.model_name,
         "gdpo",
         "1.0 correctness",

@@ -42,7 +42,7 @@ def profile(tmp_path_factory):
     (folder / "functions.py").write_text(FUNCTIONS)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     functions = {name: f"{folder}/functions.py:{name}" for name in ("right", "drawn")}
-    config = load_config("configs/gdpo_tiny_cpu.yaml")
+    config = load_config("configs/gdpo_tiny_cpu.yaml", ["run.name=a<b>"])
     config.env = {"functions": {"functions": functions}}
     config.gdpo.rewards = {"right": 1.0, "drawn": 1.0}
     groups = []
@@ -70,6 +70,7 @@ def test_profile_names_a_random_function_and_times_each_function(profile):
     assert found["cost"]["verification_s_per_sample"].keys() == {"right", "drawn"}
     page = (folder / "out" / "profile.html").read_text()
     assert "drawn is noisy" in page and "drawn is noisy" in shown and "rloo" in page
+    assert "<h1>Reward profile of a&lt;b&gt;</h1>" in page and "a<b>" not in page
     assert all(html.escape(legend) in page for legend in (_EXPLAINED, *_LEGENDS.values()))
 
 

@@ -125,7 +125,7 @@ def test_verdict_names_a_winner_in_5_percent_of_experiments_without_a_difference
 
 
 def test_page_has_both_tables_the_weaknesses_and_the_settings_of_another_size(tmp_path):
-    found = arms(tmp_path, {"grpo": [0.1, 0.2, 0.3], "gdpo": [0.2, 0.31, 0.39]})
+    found = arms(tmp_path / "a<b>", {"grpo": [0.1, 0.2, 0.3], "gdpo": [0.2, 0.31, 0.39]})
     path = page.write("tool_calling", "cpu", tmp_path, found, command.recipe("tool_calling", "8gpu"))
     text = path.read_text(encoding="utf-8")
     row = text[text.index("<td>correct format, %") :].partition("</tr>")[0]
@@ -134,6 +134,7 @@ def test_page_has_both_tables_the_weaknesses_and_the_settings_of_another_size(tm
     assert "<tr><td>gdpo.num_prompts_per_step</td><td>512</td><td>6</td></tr>" in text
     assert "only the GRPO runs have a KL penalty" in text and "neither confirms nor contradicts" in text
     assert "gdpo.estimator" not in text.partition("Settings that differ")[2]
+    assert "a&lt;b&gt;/grpo_seed0" in text and "a<b>" not in text
 
 
 def test_page_requires_a_validation(tmp_path):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import html
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Sequence
 
 import numpy as np
 
 from gdpo_nemo.algorithms.diagnostics import student_factor
-from gdpo_nemo.observe.html_report import document, image, section, table
+from gdpo_nemo.observe.html_report import render
 from gdpo_nemo.observe.metric_registry import title_of
 from gdpo_nemo.observe.plot import COLOURS, INK, panels, png_of
 from gdpo_nemo.tools.compare.comparison import (
@@ -167,21 +166,21 @@ def write(
 ) -> tuple[Path, Path]:
     """Write ``compare.png`` and ``compare.html`` to the folder ``out`` and return their paths. Raises RunError."""
     picture = curves_png(variants, metrics, axis)
-    names = [f"{variant.label}: {', '.join(str(run.folder) for run in variant.runs)}" for variant in variants]
-    body = ["<h1>Runs compared</h1>", image(picture, "reward curves"), *_page_tables(variants, metrics, goals)]
-    body += section("Runs", [table(("variant and runs",), [(name,) for name in names])])
+    runs = []
+    for variant in variants:
+        folders = ", ".join(str(run.folder) for run in variant.runs)
+        runs.append((f"{variant.label}: {folders}",))
+    page = render(
+        "tools/compare/page.html.j2",
+        title="Runs compared",
+        curves=picture,
+        tables=tables(variants, metrics, goals),
+        runs=runs,
+    )
     try:
         out.mkdir(parents=True, exist_ok=True)
         write_whole(out / PNG, picture)
-        write_whole(out / HTML, document("Runs compared", body).encode("utf-8", "replace"))
+        write_whole(out / HTML, page)
     except OSError as error:
         raise RunError(f"{out}: cannot be written ({error.strerror})") from None
     return out / PNG, out / HTML
-
-
-def _page_tables(variants: Sequence[Variant], metrics: Sequence[str], goals: Goals) -> list[str]:
-    parts = []
-    for found in tables(variants, metrics, goals):
-        note = [f"<p class=dim>{html.escape(found.note)}</p>"] if found.note else []
-        parts += section(html.escape(found.title), [table(found.heads, found.rows), *note])
-    return parts

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import html
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Iterable
+from typing import TYPE_CHECKING
 
-from gdpo_nemo.observe.html_report import document, section, table
+from gdpo_nemo.observe.html_report import render
 from gdpo_nemo.utils.errors import RunError
 from gdpo_nemo.utils.files import write_whole
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from gdpo_nemo.tools.profile.measure import Measured
-    from gdpo_nemo.tools.profile.reward_profile import Estimate
+    from gdpo_nemo.tools.profile.reward_profile import Estimate, RewardProfile
 
 _HEADS = (
     "component", "weight", "mean", "pass rate", "live groups", "saturation", "effective", "noise", "length", "ms",
@@ -87,8 +87,9 @@ def proposals(measured: Measured) -> list[str]:
 def component_rows(measured: Measured) -> list[list[str]]:
     """Return the cells of one row per component, in the order of the heads."""
     effective = measured.profile.effective["config"]
-    return [
-        [
+    rows = []
+    for name, one in measured.profile.components.items():
+        row = [
             name,
             f"{one.weight:g}",
             _number(one.mean, ".3g"),
@@ -100,54 +101,53 @@ def component_rows(measured: Measured) -> list[list[str]]:
             _number(one.length, "+.2f"),
             _number(measured.seconds.get(name, math.nan) * 1000, ".2g"),
         ]
-        for name, one in measured.profile.components.items()
-    ]
+        rows.append(row)
+    return rows
 
 
 def write_page(path: Path, measured: Measured) -> None:
     """Write ``profile.html``. Raises RunError if the file cannot be written."""
     profile = measured.profile
-    names = list(profile.components)
-    weighted = [name for name in names if profile.components[name].weight]
-    rules = [[rule, *(_percent(shares[name]) for name in weighted)] for rule, shares in profile.effective.items()]
-    matrices = [
-        [name, *("" if other == name else _number(matrix[name][other], form) for other in names)]
-        for matrix, form in ((profile.correlation, "+.2f"), (profile.conflicts, ".0%"))
-        for name in names
-    ]
-    effective = [table(["estimator", *weighted], rules), *_undefined(measured)]
-    rates = [record["pass_rate"] for record in measured.rows if record["pass_rate"] is not None]
-    title = f"Reward profile of {measured.config.run.name}"
-    body = [
-        f"<h1>{html.escape(title)}</h1>",
-        *_lines(heading(measured), "dim"),
-        *section("Components", [table(_HEADS, component_rows(measured)), *_lines([_EXPLAINED], "dim")]),
-        *section("Findings", _lines(findings(measured), "alert" if profile.findings else "")),
-        *section("Proposed weights", _lines(proposals(measured))),
-        *section(
-            "Effective weights by estimator",
-            _explained("effective", *effective),
-        ),
-        *section("Correlation", _explained("correlation", table(["", *names], matrices[: len(names)]))),
-        *section("Conflicts", _explained("conflicts", table(["", *names], matrices[len(names) :]))),
-        *section("Rows by pass rate", _explained("rates", table(["pass rate", "rows"], _histogram(rates)))),
-    ]
+    page = render(
+        "tools/profile/page.html.j2",
+        title=f"Reward profile of {measured.config.run.name}",
+        heading=heading(measured),
+        components=(_HEADS, component_rows(measured)),
+        explained=_EXPLAINED,
+        legends=_LEGENDS,
+        findings=findings(measured),
+        has_defects=bool(profile.findings),
+        proposals=proposals(measured),
+        effective=_effective_table(profile),
+        undefined=[f"{name}: {reason}" for name, reason in profile.undefined.items()],
+        correlation=_pair_table(profile.correlation, list(profile.components), "+.2f"),
+        conflicts=_pair_table(profile.conflicts, list(profile.components), ".0%"),
+        rates=_histogram([row["pass_rate"] for row in measured.rows if row["pass_rate"] is not None]),
+    )
     try:
-        write_whole(path, document(title, body).encode("utf-8", "replace"))
+        write_whole(path, page)
     except OSError as error:
         raise RunError(f"{path} cannot be written: {error.strerror}") from None
 
 
-def _explained(legend: str, *parts: str) -> list[str]:
-    return [*parts, *_lines([_LEGENDS[legend]], "dim")]
+Cells = tuple[list[str], list[list[str]]]
+"""Heads and rows of a table."""
 
 
-def _undefined(measured: Measured) -> list[str]:
-    return _lines((f"{name}: {reason}" for name, reason in measured.profile.undefined.items()), "dim")
+def _effective_table(profile: RewardProfile) -> Cells:
+    weighted = [name for name, one in profile.components.items() if one.weight]
+    rows = []
+    for rule, shares in profile.effective.items():
+        rows.append([rule, *(_percent(shares[name]) for name in weighted)])
+    return ["estimator", *weighted], rows
 
 
-def _lines(lines: Iterable[str], style: str = "") -> list[str]:
-    return [f"<p class={style or 'text'}>{html.escape(line)}</p>" for line in lines]
+def _pair_table(matrix: Mapping[str, Mapping[str, float]], names: list[str], form: str) -> Cells:
+    """Return a table with one row and one column per component."""
+    rows = []
+    for name in names:
+        rows.append([name, *("" if other == name else _number(matrix[name][other], form) for other in names)])
+    return ["", *names], rows
 
 
 def _histogram(rates: list[float]) -> list[list[str]]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import html
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Mapping, Sequence
 
 import numpy as np
 
 from gdpo_nemo.algorithms.diagnostics import student_factor
 from gdpo_nemo.config.changes import find_changes
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.observe.html_report import document, image, section, table
+from gdpo_nemo.observe.html_report import render
 from gdpo_nemo.observe.run_files import read_run_config
 from gdpo_nemo.tools.compare.comparison import RunRecord, components, sign_flip_p, standard_error, variants_of
 from gdpo_nemo.tools.compare.page import curves_png
@@ -156,20 +156,25 @@ def write(task: str, scale: str, out: Path, arms: Arms, recipe: str) -> Path:
     weaknesses = [*WEAKNESSES[task], *([_SMALL] if scale == "cpu" else [])]
     if seeds < 3:
         weaknesses.append(f"Number of seeds: {seeds}. Three or more are needed for an error that means something.")
-    body = [f"<h1>{html.escape(task)} at the scale {scale}, compared with the GDPO paper</h1>"]
-    body += section("Verdict", [_list(verdicts(results))])
-    body += section("Results", [_table(results), f"<p class=dim>{_NOTE}</p>"])
-    body += section("Weaknesses", [_list(weaknesses)])
-    runs = [RunRecord.read(folder) for folders in arms.values() for folder in folders]
-    variants = variants_of(runs)
-    body += section("Rewards during training", [image(curves_png(variants, components(variants), "steps"), "rewards")])
+    folders = list(chain.from_iterable(arms.values()))
+    variants = variants_of([RunRecord.read(folder) for folder in folders])
     changes = find_changes(read_run_config(arms["gdpo"][0]), load_config(recipe))
-    rows = [(change.key, change.now, change.before) for change in changes if not change.key.startswith(_NOT_COMPARED)]
-    body += section("Settings that differ from the recipe", [table(("key", "recipe", "these runs"), rows)])
-    body += section("Runs", [table(("folder",), [(str(folder),) for folders in arms.values() for folder in folders])])
+    page = render(
+        "tools/reproduce/page.html.j2",
+        title=f"{task}: reproduction",
+        task=task,
+        scale=scale,
+        verdicts=verdicts(results),
+        results=_table(results),
+        note=_NOTE,
+        weaknesses=weaknesses,
+        curves=curves_png(variants, components(variants), "steps"),
+        settings=[(one.key, one.now, one.before) for one in changes if not one.key.startswith(_NOT_COMPARED)],
+        folders=[(folder,) for folder in folders],
+    )
     try:
         out.mkdir(parents=True, exist_ok=True)
-        write_whole(out / PAGE, document(f"{task}: reproduction", body).encode("utf-8", "replace"))
+        write_whole(out / PAGE, page)
     except OSError as error:
         raise RunError(f"{out}: cannot be written ({error.strerror})") from None
     return out / PAGE
@@ -184,27 +189,23 @@ _NOTE = (
 )
 
 
-def _list(sentences: Sequence[str]) -> str:
-    return "<ul>" + "".join(f"<li>{html.escape(sentence)}</li>" for sentence in sentences) + "</ul>"
-
-
-def _table(results: Sequence[Result]) -> str:
+def _table(results: Sequence[Result]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return heads and rows of the table of results."""
     heads = ("result", "paper: start", "GRPO", "GDPO", "here: start", "GRPO", "GDPO", "difference", "p", "seeds")
     rows = []
     for result in results:
         published = result.published
         p = sign_flip_p(result.gap)
-        rows.append(
-            (
-                published.name,
-                *(_number(value) for value in (published.start, published.grpo, published.gdpo)),
-                *(_mean(values) for values in (result.start, result.grpo, result.gdpo)),
-                _mean(result.gap, "+"),
-                "-" if np.isnan(p) else f"{p:.2g}",
-                str(len(result.gap)),
-            )
+        row = (
+            published.name,
+            *map(_number, (published.start, published.grpo, published.gdpo)),
+            *map(_mean, (result.start, result.grpo, result.gdpo)),
+            _mean(result.gap, "+"),
+            "-" if np.isnan(p) else f"{p:.2g}",
+            str(len(result.gap)),
         )
-    return table(heads, rows)
+        rows.append(row)
+    return heads, rows
 
 
 def _number(value: float | None) -> str:
