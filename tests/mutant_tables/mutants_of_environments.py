@@ -381,7 +381,7 @@ ENVIRONMENTS = (
     ),
     mutant(
         "tools/adversary/attacks.py",
-        'if probe.kind != "attack" or not _is_right(probe.text, own)',
+        "if not _is_right(attack.text, own)",
         "if True",
         "tools/test_adversary.py::test_no_attack_is_the_right_answer",
         "an attack that is the right answer may win",

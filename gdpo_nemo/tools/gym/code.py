@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import warnings
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Iterator
 
 from gdpo_nemo.environments.nemo_gym.checkout import KINDS
 from gdpo_nemo.utils.errors import ConfigError

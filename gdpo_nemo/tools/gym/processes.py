@@ -9,9 +9,10 @@ import re
 import socket
 import subprocess
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, build_opener
 

@@ -12,9 +12,10 @@ import fnmatch
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Iterator, Mapping, NamedTuple
+from typing import Any, NamedTuple
 
 from gdpo_nemo.commands.arguments import say, terminal
 from gdpo_nemo.environments.nemo_gym.checkout import Unknown, component_names, instances_of, read_config

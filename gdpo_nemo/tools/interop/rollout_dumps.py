@@ -8,8 +8,9 @@ NeMo-RL, slime and prime-rl record only the sum of the rewards.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 

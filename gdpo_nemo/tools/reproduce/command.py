@@ -7,8 +7,9 @@ command continues after an interruption, because ``gdpo-nemo chain`` skips finis
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Sequence
+from typing import TYPE_CHECKING
 
 from gdpo_nemo.commands import chain
 from gdpo_nemo.commands.arguments import Commands, add_verbosity, say

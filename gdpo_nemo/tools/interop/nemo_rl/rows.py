@@ -6,7 +6,8 @@ classes in ``data/datasets``.
 
 from __future__ import annotations
 
-from typing import Any, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 
 def squad(row: Mapping[str, Any]) -> dict[str, Any]:

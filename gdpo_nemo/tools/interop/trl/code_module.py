@@ -8,8 +8,8 @@ command line becomes a namespace with its values.
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Callable, Sequence
 
 from gdpo_nemo.tools.interop.trl.names import Parsed, Resolver, stored, used
 from gdpo_nemo.tools.interop.trl.trainers import TRAINERS

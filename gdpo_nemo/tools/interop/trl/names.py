@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import copy
 import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterator, Mapping, Sequence, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from gdpo_nemo.tools.interop.trl.arguments import parsed_kinds
 from gdpo_nemo.tools.interop.trl.trainers import PARSED

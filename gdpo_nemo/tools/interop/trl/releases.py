@@ -5,7 +5,8 @@ The tables describe TRL 0.12 to 1.16. They were read from the source of each rel
 
 from __future__ import annotations
 
-from typing import Any, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 Release = tuple[int, int]
 """Major and minor version of TRL."""

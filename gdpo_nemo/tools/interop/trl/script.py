@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 from gdpo_nemo.tools.interop.trl.arguments import ARGPARSE, check_names, declared, options_of
 from gdpo_nemo.tools.interop.trl.code_module import DEFINITIONS, CodeModule

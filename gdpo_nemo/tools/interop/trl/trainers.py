@@ -6,8 +6,9 @@ classes. ``PPOConfig`` was in ``trl.experimental`` until TRL 1.15.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Mapping
+from typing import Any
 
 from gdpo_nemo.tools.interop.trl import defaults
 from gdpo_nemo.tools.interop.trl.defaults import GRPO_CONFIG, GRPO_OWN, MODEL_CONFIG, SCRIPT_ARGUMENTS, TRAINING
