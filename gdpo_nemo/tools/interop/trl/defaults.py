@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gdpo_nemo.tools.interop.translation import Act, Findings, combined, fixed, idle, where
+from gdpo_nemo.tools.interop.translation import Act, Findings, combined, expanded, fixed, idle, where
 
 TRAINING: dict[str, Any] = {
     "output_dir": None,
@@ -293,18 +293,20 @@ def _of_async(act: Act) -> Act:
     return where(lambda run: run.asynchronous, act, idle(f"applies only to {CONFIG}"))
 
 
-RULES: list[tuple[str, Act]] = [
+RULES: list[tuple[str, Act]] = expanded([
     ("max_staleness", _of_async(combined("rollout.max_staleness"))),
     ("weight_sync_steps", _of_async(combined("rollout.sync_every", "rollout.max_staleness"))),
     ("dtype", _of_async(fixed("float32", "main weights are in float32"))),
-    ("max_inflight_tasks", idle("rollout.depth limits the groups in flight, whose number is adapted automatically")),
+    ("max_inflight_tasks", idle("rollout.depth limits the groups in flight, whose number is adapted automatically"),),
     ("queue_maxsize", idle("rollout.max_staleness limits the number of waiting samples")),
     ("fork_threshold_tokens", idle("applies only to tools and multi-turn environments")),
     ("token_budget", idle("policy.micro_batch_tokens sets the micro-batch size")),
     ("request_timeout", idle("rollout.generation_timeout_s sets the timeout")),
-    ("weight_sync_timeout", idle("affects only failures; all waits in this project have timeouts")),
-    ("heartbeat_stale_after_s", idle("affects only failures; all waits in this project have timeouts")),
-]
+    (
+        "weight_sync_timeout heartbeat_stale_after_s",
+        idle("affects only failures; all waits in this project have timeouts"),
+    ),
+])  # fmt: skip
 """(field, rule)"""
 
 
