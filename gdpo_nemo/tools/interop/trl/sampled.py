@@ -86,16 +86,15 @@ _PPO: list[tuple[str, Act]] = expanded([
     ("local_rollout_forward_batch_size", idle("affects only the batch size of forward passes")),
     ("num_sample_generations", idle("affects only printed samples; rollout.save_samples saves all samples")),
     ("*_adapter_name", idle("affects only the names of adapters")),
-    ("world_size num_total_batches *_batch_size", idle("the trainer computes this value")),
+    ("world_size num_total_batches micro_batch_size local_batch_size batch_size local_mini_batch_size mini_batch_size",
+     idle("the trainer computes this value")),
 ])  # fmt: skip
 RULES: dict[str, list[tuple[str, Act]]] = {
     "RLOOTrainer": _RLOO,
     "DistillationTrainer": _DISTILLATION,
     "GKDTrainer": [("shuffle_dataset", idle("rows are always shuffled")), *_DISTILLATION],
-    "PPOTrainer": [(key, act) for key, act in _PPO if key != "*_batch_size"]
-    + [(key, idle("the trainer computes this value")) for key in ("micro_batch_size", "local_batch_size", "batch_size",
-                                                          "local_mini_batch_size", "mini_batch_size")],
-}  # fmt: skip
+    "PPOTrainer": _PPO,
+}
 """Trainer -> rules for its fields. For all other fields, the rules in ``keys.RULES`` apply."""
 
 
