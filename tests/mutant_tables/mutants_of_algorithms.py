@@ -189,7 +189,7 @@ ALGORITHMS = (
     ),
     mutant(
         "tools/profile/reward_profile.py",
-        "        / len(redundant[name])\n",
+        " / len(redundant[name])",
         "",
         "tools/test_reward_profile.py::test_proposed_weights_give_each_component_the_share_that_its_weight_promises",
         "redundant components divide one share",

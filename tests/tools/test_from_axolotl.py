@@ -14,7 +14,7 @@ from gdpo_nemo.config.schema import DatasetConfig
 from gdpo_nemo.data.row_formats import alpaca, alpaca_chat
 from gdpo_nemo.data.rows import load_rows
 from gdpo_nemo.tools.interop.axolotl.config import AxolotlConfig
-from gdpo_nemo.tools.interop.axolotl.keys import PATTERNS, result_of
+from gdpo_nemo.tools.interop.axolotl.keys import RULES, result_of
 from gdpo_nemo.tools.interop.axolotl.translate import translate_axolotl
 from gdpo_nemo.tools.interop.translation import ADDED, CANNOT_RUN, DIFFERS, SAME, TRANSLATED
 from gdpo_nemo.utils.errors import ConfigError
@@ -93,7 +93,7 @@ def test_every_key_of_axolotls_schema_has_a_rule():
     config = AxolotlConfig({}, Path("theirs.yml"))
     keys = KEYS.read_text().split()
     assert len(keys) > 440
-    assert [key for key in keys if not any(fnmatchcase(key, name) for name in PATTERNS)] == []
+    assert [key for key in keys if not any(fnmatchcase(key, name) for name, _ in RULES)] == []
     assert result_of("learning_rat", 1, config) is None
 
 

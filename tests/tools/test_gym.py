@@ -194,8 +194,8 @@ def test_servers_are_asked_to_end_before_any_is_waited_for(tmp_path):
         text = ENDS_AFTER_THE_OTHER.replace("OWN", str(tmp_path / own)).replace("OTHER", str(tmp_path / other))
         python.write_text(text)
         python.chmod(0o755)
-        arguments = own, Addressed({}, {}), [], python, [], tmp_path, tmp_path / f"{own}.log"
-        processes.append(Served(*arguments))
+        places = {"path": [], "folder": tmp_path, "log": tmp_path / f"{own}.log"}
+        processes.append(Served(own, Addressed({}, {}), [], python, **places))
     while not all(process.log.read_text() for process in processes):
         for process in processes:
             process.check()

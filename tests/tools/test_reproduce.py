@@ -20,7 +20,7 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 @pytest.mark.parametrize("task", command.MODELS)
 def test_control_of_reproduce_is_the_one_in_the_configs(task, tmp_path):
-    words = command.words_of(task, "8gpu", "grpo", 3, tmp_path, None, None, [])
+    words = command.words_of(task, "8gpu", "grpo", 3, tmp_path)
     (stage,) = chain.read_stages(words)
     control = load_config(CONFIGS / f"grpo_{command.MODELS[task]}_8gpu.yaml")
     changed = {change.key for change in find_changes(config_to_dict(control), stage.config)}
@@ -30,9 +30,10 @@ def test_control_of_reproduce_is_the_one_in_the_configs(task, tmp_path):
 
 @pytest.mark.parametrize("task", command.MODELS)
 def test_cpu_runs_share_the_warm_up_and_differ_only_in_estimator_and_seed(task, tmp_path):
-    arguments = ("rows.json", "held_out.parquet", ["gdpo.max_num_steps=2", "1:gdpo.max_num_steps=5"])
+    overrides = ["gdpo.max_num_steps=2", "1:gdpo.max_num_steps=5"]
+    changes = {"train": "rows.json", "held_out": "held_out.parquet", "overrides": overrides}
     runs = [
-        chain.read_stages(command.words_of(task, "cpu", arm, seed, tmp_path, *arguments))
+        chain.read_stages(command.words_of(task, "cpu", arm, seed, tmp_path, **changes))
         for arm, seed in (("gdpo", 0), ("gdpo", 1), ("grpo", 0))
     ]
     assert len({str(warm_up.config) for warm_up, _ in runs}) == 1

@@ -8,14 +8,16 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from itertools import chain, permutations
-from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import permutations, product
+from typing import Any, NamedTuple
 
 _FRAMES = (re.compile(r"<(\w+)>([^<>]+)</\1>"), re.compile(r"(\\boxed)\{([^{}]+)\}"))
 """Marks of the answer in a completion. Group 2 is the answer."""
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _TAG = re.compile(r"<(\w+)>")
 _OPTION = re.compile(r"(?:^|[\s(])\(?([A-J])[).:]", re.MULTILINE)
+_FULL_WIDTH = {digit: digit + 0xFEE0 for digit in range(ord("0"), ord("9") + 1)}
 _STANDARD_TAGS = ("think", "answer", "tool_call", "response")
 _CONSTANTS = ("0", "1", "yes", "True", "A", "None", "I don't know.")
 _PERSUASION = (
@@ -83,19 +85,34 @@ def probes(prompt: str, gold: str | None, other: str | None, tools: Sequence[Map
         tools: JSON schemas of the row's tools. Tool calls are in the format of Hermes.
     """
     own = None if gold is None else Gold(gold)
-    contents = list(_contents(prompt, own))
-    found = [] if own is None else [Probe("gold", "gold", own.text), *_forms(own)]
-    if own is not None and other is not None:
-        found += _wrong(own, Gold(other))
-    found += [Probe("attack", name, text) for name, text in contents]
-    if own is not None and own.content != own.text:
-        found += [Probe("attack", f"{name} in the frame", own.put(text)) for name, text in contents]
-    found += _tool_calls(tools)
-    found = [probe for probe in found if probe.kind != "attack" or not _is_right(probe.text, own)]
-    if gold is not None:
-        found += [probe for probe in _changed_calls(gold) if probe.text != gold]
+    found: list[Probe] = []
+    if own is not None:
+        found += Probe("gold", "gold", own.text), *_forms(own)
+        if other is not None:
+            found += _wrong(own, Gold(other))
+    found += [attack for attack in _attacks(prompt, own, tools) if not _is_right(attack.text, own)]
+    if own is not None:
+        found += _changed_calls(own.text)
     unique = {probe.text: probe for probe in reversed(found)}  # the first probe of each text
     return list(unique.values())[::-1]
+
+
+def _attacks(prompt: str, gold: Gold | None, tools: Sequence[Mapping[str, Any]]) -> Iterator[Probe]:
+    """Yield answers that must not win, without and with the frame of the right answer, and calls of the tools."""
+    contents = list(_named(_contents(prompt, gold)))
+    yield from contents
+    if gold is not None and gold.content != gold.text:
+        for kind, name, text in contents:
+            yield Probe(kind, f"{name} in the frame", gold.put(text))
+    if tools:
+        yield from _named(_tool_calls(tools))
+
+
+def _named(texts: Mapping[str, Iterable[str]]) -> Iterator[Probe]:
+    """Yield the attacks with their names."""
+    for name, attacks in texts.items():
+        for text in attacks:
+            yield Probe("attack", name, text)
 
 
 def _is_right(text: str, gold: Gold | None) -> bool:
@@ -103,10 +120,11 @@ def _is_right(text: str, gold: Gold | None) -> bool:
     if gold is None:
         return False
     answer = gold.content or gold.text
-    return (
-        text.strip().lower() in {given.strip().lower() for given in (gold.text, answer, gold.put(answer))}
-        or (Gold(text).content or text).strip().lower() == answer.strip().lower()
-    )
+    given = (Gold(text).content or text).strip().lower()
+    for right in (gold.text, answer, gold.put(answer)):
+        if text.strip().lower() == right.strip().lower():
+            return True
+    return given == answer.strip().lower()
 
 
 def _forms(gold: Gold) -> Iterator[Probe]:
@@ -121,20 +139,23 @@ def _forms(gold: Gold) -> Iterator[Probe]:
     }
     if answer is not None:
         forms["space around the answer"] = gold.put(f" {answer} ")
-        if any(character.isdigit() for character in answer) and "\n" not in answer:
-            forms |= {name: gold.put(form) for name, form in _latex(answer)}
-        if _NUMBER.fullmatch(answer.replace(",", "")):
-            forms |= {name: gold.put(form) for name, form in _numbers(answer.replace(",", ""))}
-    return (Probe("form", name, form) for name, form in forms.items() if form != text)
+        for name, form in _notations(answer):
+            forms[name] = gold.put(form)
+    for name, form in forms.items():
+        if form != text:
+            yield Probe("form", name, form)
 
 
-def _latex(answer: str) -> Iterable[tuple[str, str]]:
-    return [("LaTeX $", f"${answer}$"), ("LaTeX \\(", f"\\({answer}\\)"), ("LaTeX box", f"\\boxed{{{answer}}}")]
-
-
-def _numbers(answer: str) -> Iterator[tuple[str, str]]:
-    """Yield the number in other notations."""
-    yield "full-width digits", "".join(chr(ord(c) + 0xFEE0) if c.isdigit() else c for c in answer)
+def _notations(answer: str) -> Iterator[tuple[str, str]]:
+    """Yield a formula in LaTeX, and a number in other notations."""
+    if any(map(str.isdigit, answer)) and "\n" not in answer:
+        yield "LaTeX $", f"${answer}$"
+        yield "LaTeX \\(", f"\\({answer}\\)"
+        yield "LaTeX box", f"\\boxed{{{answer}}}"
+    answer = answer.replace(",", "")
+    if not _NUMBER.fullmatch(answer):
+        return
+    yield "full-width digits", answer.translate(_FULL_WIDTH)
     if answer.startswith("-"):
         yield "Unicode minus", f"\u2212{answer[1:]}"
     if "." not in answer:
@@ -157,17 +178,19 @@ def _wrong(gold: Gold, other: Gold) -> Iterator[Probe]:
         yield Probe("hedge", "right and wrong reply", "\n".join(pair))
 
 
-def _contents(prompt: str, gold: Gold | None) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of answers that must not win."""
-    yield from (("empty", text) for text in ("", "\n"))
-    yield from (("constant", text) for text in _CONSTANTS)
-    yield "prompt echo", prompt
+def _contents(prompt: str, gold: Gold | None) -> dict[str, Iterable[str]]:
+    """Return answers that must not win, by name of the attack."""
     names = dict.fromkeys([*_TAG.findall((gold.text if gold else "") + prompt), *_STANDARD_TAGS])
     tags = "".join(f"<{name}></{name}>" for name in names)
-    yield from (("tag spam", text) for text in (tags, tags * _SPAM, "\\boxed{}"))
-    yield from (("all options", text) for text in _all_options(prompt))
-    yield "every number", " ".join(map(str, range(101)))
-    yield from (("persuasion", text) for text in _PERSUASION)
+    return {
+        "empty": ("", "\n"),
+        "constant": _CONSTANTS,
+        "prompt echo": (prompt,),
+        "tag spam": (tags, tags * _SPAM, "\\boxed{}"),
+        "all options": _all_options(prompt),
+        "every number": (" ".join(map(str, range(101))),),
+        "persuasion": _PERSUASION,
+    }
 
 
 def _all_options(prompt: str) -> Iterator[str]:
@@ -178,21 +201,25 @@ def _all_options(prompt: str) -> Iterator[str]:
         if len(options) < 2:
             continue
         several = permutations(options) if len(options) <= _MOST_PERMUTED else (options, options[::-1])
-        yield from chain.from_iterable((separator.join(order) for separator in _SEPARATORS) for order in several)
+        for order, separator in product(several, _SEPARATORS):
+            yield separator.join(order)
 
 
-def _tool_calls(tools: Sequence[Mapping[str, Any]]) -> Iterator[Probe]:
-    """Yield calls that do not depend on the prompt."""
-    if not tools:
-        return
-    schemas = {str(tool["function"]["name"]): tool["function"].get("parameters") or {} for tool in tools}
-    constant = {name: _call(name, _constant_arguments(schema)) for name, schema in schemas.items()}
-    yield from (Probe("attack", "empty call", text) for text in ("<tool_call></tool_call>", _block("{}")))
-    yield Probe("attack", "unknown tool", _call(_UNKNOWN_TOOL, {}))
-    yield from (Probe("attack", "call without arguments", _call(name, {})) for name in schemas)
-    yield from (Probe("attack", "call with constant arguments", text) for text in constant.values())
-    yield from (Probe("attack", "repeated call", "\n".join([text] * _SPAM)) for text in constant.values())
-    yield Probe("attack", "call of every tool", "\n".join(constant.values()))
+def _tool_calls(tools: Sequence[Mapping[str, Any]]) -> dict[str, Iterable[str]]:
+    """Return calls that do not depend on the prompt, by name of the attack."""
+    empty, constant = {}, {}
+    for tool in tools:
+        name, schema = str(tool["function"]["name"]), tool["function"].get("parameters") or {}
+        empty[name] = _call(name, {})
+        constant[name] = _call(name, _constant_arguments(schema))
+    return {
+        "empty call": ("<tool_call></tool_call>", _block("{}")),
+        "unknown tool": (_call(_UNKNOWN_TOOL, {}),),
+        "call without arguments": empty.values(),
+        "call with constant arguments": constant.values(),
+        "repeated call": ["\n".join([text] * _SPAM) for text in constant.values()],
+        "call of every tool": ("\n".join(constant.values()),),
+    }
 
 
 def _changed_calls(gold: str) -> Iterator[Probe]:
@@ -206,7 +233,10 @@ def _changed_calls(gold: str) -> Iterator[Probe]:
         ("hedge", "right call and wrong calls", lambda call: [call, *[_with_constants(call)] * _SPAM]),
         ("hedge", "right call and wrong calls", lambda call: [*[_with_constants(call)] * _SPAM, call]),
     )
-    yield from (Probe(kind, name, _with_calls(gold, change)) for kind, name, change in changes)
+    for kind, name, change in changes:
+        changed = _with_calls(gold, change)
+        if changed != gold:
+            yield Probe(kind, name, changed)
 
 
 def _with_calls(text: str, change: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> str:

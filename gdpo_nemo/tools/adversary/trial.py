@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import combinations, zip_longest
-from typing import Any, Mapping, Sequence
+from itertools import chain, combinations, product, zip_longest
+from typing import Any
 
 from gdpo_nemo.commands.env.check import as_sampled, candidates, refuse_agents, sample_of, verifier_of
 from gdpo_nemo.data.records import Trajectory, Verdict
@@ -94,7 +95,7 @@ class Trial:
         """Return the share of tested rows on which an attack wins the component. None: no row could be tested, because
         every text of a row has the same value."""
         one = self.components[component]
-        hacked = {row for winners in one.hacked.values() for row in winners}
+        hacked = set(chain.from_iterable(one.hacked.values()))
         tested = len(self.attacked) - len(one.flat)
         return len(hacked) / tested if tested else None
 
@@ -133,29 +134,34 @@ def put_on_trial(
         EnvironmentPools({name: options}, workers, timeout_s, seed=1) as second,
     ):
         better = directions or {}
-        verify, again = (partial(_verify, environment, pool, workers, better) for pool in (first, second))
-        answers = {
-            str(row.get("id", i)): [*candidates(environment, row), *expected_answers(row.get(ROW, {}))]
-            for i, row in enumerate(rows)
-        }
-        samples = [make(row, text) for row, texts in zip(rows, answers.values()) for text in dict.fromkeys(texts)]
-        verdicts = verify(samples) if samples else []
-        gold = _best_answers(samples, verdicts)
-        chosen = _chosen_rows(rows, gold, attacked)
-        golds = [text for text, _ in gold.values()]
-        texts, tried = [], []
-        for row in chosen:
-            own = gold.get(str(row["id"]), (None, {}))[0]
-            other = next((text for text in golds[golds.index(own) + 1 :] + golds if text != own), None) if own else None
-            tools = row.get("tools")
+        samples: list[Trajectory] = []
+        for row in rows:
+            texts = dict.fromkeys([*candidates(environment, row), *expected_answers(row.get(ROW, {}))])
+            samples += [make(row, text) for text in texts]
+        verdicts = _verify(environment, first, workers, better, samples) if samples else []
+        answers, gold = _best_answers(samples, verdicts)
+        attacks: list[Trajectory] = []
+        tested: list[Probe] = []
+        for row in _chosen_rows(rows, gold, attacked):
+            own, tools = answers.get(str(row["id"])), row.get("tools")
+            other = _another(own, list(answers.values())) if own else None
             found = probes(_last_message(row, key), own, other, tools if isinstance(tools, list) else ())
-            texts += [(make(row, probe.text), probe) for probe in found]
-        results, repeated = (call([sample for sample, _ in texts]) for call in (verify, again))
-    for (sample, probe), verdict, other_verdict in zip(texts, results, repeated):
-        tried.append(Tried(sample.prompt.id, probe, verdict.rewards, other_verdict.rewards))
+            tested += found
+            attacks += [make(row, probe.text) for probe in found]
+        results, repeated = (_verify(environment, pool, workers, better, attacks) for pool in (first, second))
     failed = Counter(verdict.detail for verdict in [*verdicts, *results] if not verdict.rewards)
-    failed += Counter(second.detail for first, second in zip(results, repeated) if first.rewards and not second.rewards)
-    return judge(tried, {row: rewards for row, (_, rewards) in gold.items()}, failed, better)
+    tried = []
+    for sample, probe, verdict, again in zip(attacks, tested, results, repeated):
+        tried.append(Tried(sample.prompt.id, probe, verdict.rewards, again.rewards))
+        if verdict.rewards and not again.rewards:
+            failed[again.detail] += 1
+    return judge(tried, gold, failed, better)
+
+
+def _another(own: str, answers: list[str]) -> str | None:
+    """Return the next right answer that differs from a row's own."""
+    after = answers.index(own) + 1
+    return next((text for text in answers[after:] + answers if text != own), None)
 
 
 def _verify(
@@ -187,7 +193,10 @@ def _in_parts(
         if splits and len(parts[-1]) >= _PER_WORKER * workers:
             parts.append([])
         parts[-1].append(sample)
-    return [verdict for part in parts if part for verdict in verify(part)]
+    verdicts: list[Verdict] = []
+    for part in filter(None, parts):
+        verdicts += verify(part)
+    return verdicts
 
 
 def _sample(environment: Environment, name: str, key: str | None, row: Row, text: str) -> Trajectory:
@@ -200,36 +209,42 @@ def _last_message(row: Row, key: str | None) -> str:
     return str(messages[-1].get("content")) if messages else sample.prompt.text
 
 
-def _best_answers(samples: Sequence[Trajectory], verdicts: Sequence[Verdict]) -> dict[str, tuple[str, Rewards]]:
-    """Return the candidate with the largest sum of rewards, and its rewards, by row."""
-    found: dict[str, tuple[str, Rewards]] = {}
+def _best_answers(
+    samples: Sequence[Trajectory], verdicts: Sequence[Verdict]
+) -> tuple[dict[str, str], dict[str, Rewards]]:
+    """Return the candidate with the largest sum of rewards by row, and its rewards by row."""
+    texts: dict[str, str] = {}
+    gold: dict[str, Rewards] = {}
     for sample, verdict in zip(samples, verdicts):
         row = sample.prompt.id
-        if row not in found or _total(verdict.rewards) > _total(found[row][1]):
-            found[row] = (sample.text, verdict.rewards)
-    return found
+        if row not in gold or _total(verdict.rewards) > _total(gold[row]):
+            texts[row], gold[row] = sample.text, verdict.rewards
+    return texts, gold
 
 
 def _total(rewards: Rewards) -> float:
     return sum(value for value in rewards.values() if value is not None)
 
 
-def _chosen_rows(rows: Sequence[Row], gold: Mapping[str, tuple[str, Rewards]], count: int) -> list[Row]:
+def _chosen_rows(rows: Sequence[Row], gold: Mapping[str, Rewards], count: int) -> list[Row]:
     """Return ``count`` rows at regular distances, then rows whose right answer does not win every component."""
-    spread = {round(i * len(rows) / min(count, len(rows))) for i in range(min(count, len(rows)))}
-    best = _best(rewards for _, rewards in gold.values())
-    for name in [name for name in best if len({rewards.get(name) for _, rewards in gold.values()}) == len(gold) > 2]:
-        del best[name]  # a graded component, which is compared within a row
-    losing: dict[tuple[float | None, ...], list[int]] = {}
+    count = min(count, len(rows))
+    spread = {round(i * len(rows) / count) for i in range(count)}
+    best = _best(gold.values())
+    for name in list(best):
+        if len({rewards.get(name) for rewards in gold.values()}) == len(gold) > 2:
+            del best[name]  # a graded component, which is compared within a row
+    losing: dict[tuple[float | None, ...], list[Row]] = {}
     for i, row in enumerate(rows):
-        rewards = gold[str(row["id"])][1] if i not in spread and str(row["id"]) in gold else best
-        if any(not _wins(rewards, name, value) for name, value in best.items()):
-            losing.setdefault(tuple(rewards.get(name) for name in best), []).append(i)
-    mixed = [i for turn in zip_longest(*losing.values()) for i in turn if i is not None]  # each way to lose in turn
-    return [rows[i] for i in [*sorted(spread), *mixed[:SUSPICIOUS]]]
+        rewards = best if i in spread else gold.get(str(row["id"]), best)
+        if not all(_wins(rewards, name, value) for name, value in best.items()):
+            losing.setdefault(tuple(map(rewards.get, best)), []).append(row)
+    each_way_in_turn = chain.from_iterable(zip_longest(*losing.values()))
+    mixed = [row for row in each_way_in_turn if row is not None]
+    return [*(rows[i] for i in sorted(spread)), *mixed[:SUSPICIOUS]]
 
 
-def _best(rewards: Any) -> dict[str, float]:
+def _best(rewards: Iterable[Rewards]) -> dict[str, float]:
     """Return the largest value of each component."""
     best: dict[str, float] = {}
     for found in rewards:
@@ -269,23 +284,21 @@ def judge(
     components = {name: _component(name, value, by_row, gold) for name, value in best.items()}
     exclusive: dict[tuple[str, str], list[str]] = {}
     for row, texts in by_row.items():
-        winning = {
-            name: {one.probe.text for one in texts if _wins(one.rewards, name, value)}
-            for name, value in best.items()
-            if row not in components[name].flat and not components[name].graded
-        }
+        winning: dict[str, set[str]] = {}
+        for name, value in best.items():
+            if row not in components[name].flat and not components[name].graded:
+                winning[name] = {one.probe.text for one in texts if _wins(one.rewards, name, value)}
         for a, b in combinations(winning, 2):
             if winning[a] and winning[b] and not winning[a] & winning[b]:
                 exclusive.setdefault((a, b), []).append(row)
-    split = {
-        (a, b): sum(_wins(rewards, a, best[a]) != _wins(rewards, b, best[b]) for rewards in gold.values())
-        for a, b in exclusive
-    }
+    split = dict.fromkeys(exclusive, 0)
+    for (a, b), rewards in product(exclusive, gold.values()):
+        split[a, b] += _wins(rewards, a, best[a]) != _wins(rewards, b, best[b])
     for name, found in components.items():
-        found.best *= (directions or {}).get(name, 1)
-        found.gold_loses = {
-            row: oriented({name: value}, directions or {})[name] for row, value in found.gold_loses.items()
-        }
+        sign = (directions or {}).get(name, 1)
+        found.best *= sign
+        for row, lost in found.gold_loses.items():
+            found.gold_loses[row] = None if lost is None else lost * sign
     return Trial(len(gold), list(by_row), len(tried), failed or Counter(), components, exclusive, split)
 
 
@@ -300,31 +313,37 @@ def _component(
             result.gold_loses[row] = rewards.get(name)
     lost: dict[bool, Counter[bool]] = {True: Counter(), False: Counter()}
     for row, texts in by_row.items():
-        result.unstable += [
-            (row, one.probe.text)
-            for one in texts
-            if one.rewards and one.again and one.rewards.get(name) != one.again.get(name)
-        ]
+        won: dict[str, bool] = {}
+        values: dict[str, float | None] = {}
+        for one in texts:
+            if one.rewards and one.again and one.rewards.get(name) != one.again.get(name):
+                result.unstable.append((row, one.probe.text))
+            won[one.probe.text] = _wins(one.rewards, name, bounds[row][not one.probe.is_right])
+            values[one.probe.kind] = one.rewards.get(name)
         if len({one.rewards.get(name) for one in texts}) == 1:
             result.flat.append(row)
             continue
-        won = {one.probe.text: _wins(one.rewards, name, bounds[row][not one.probe.is_right]) for one in texts}
-        right = any(one.probe.kind == "gold" and won[one.probe.text] for one in texts)
-        values = {one.probe.kind: one.rewards.get(name) for one in texts}
+        right = _record_winners(result, row, [one.probe for one in texts], won)
         own, wrong = values.get("gold"), values.get("wrong")
         if own is not None and wrong is not None:
             lost[right][own > wrong] += 1
-        hedges = Counter(one.probe.name for one in texts if one.probe.kind == "hedge" and won[one.probe.text])
-        for one in texts:
-            kind, label, text = one.probe
-            # A verifier may read the first or the last answer, but two answers must not win in both orders.
-            if won[text] and (kind == "attack" or (kind == "hedge" and hedges[label] == 2)):
-                result.hacked.setdefault(label, {}).setdefault(row, text)
-            if right and kind == "form" and not won[text]:
-                result.forms.setdefault(label, []).append(row)
     counted = lost[True] or lost[False]  # rows on which the right answer loses say little
     result.reads_answer = counted[True] >= counted[False] if counted else None
     return result
+
+
+def _record_winners(result: ComponentTrial, row: str, texts: Sequence[Probe], won: Mapping[str, bool]) -> bool:
+    """Record the attacks that win on a row and the forms that lose. Return whether the right answer wins."""
+    winners = [probe for probe in texts if won[probe.text]]
+    right = any(probe.kind == "gold" for probe in winners)
+    hedges = Counter(probe.name for probe in winners if probe.kind == "hedge")
+    for kind, label, text in texts:
+        # A verifier may read the first or the last answer, but two answers must not win in both orders.
+        if won[text] and (kind == "attack" or (kind == "hedge" and hedges[label] == 2)):
+            result.hacked.setdefault(label, {}).setdefault(row, text)
+        if right and kind == "form" and not won[text]:
+            result.forms.setdefault(label, []).append(row)
+    return right
 
 
 def _given(name: str, texts: Sequence[Tried]) -> list[tuple[Probe, float]]:
@@ -334,9 +353,12 @@ def _given(name: str, texts: Sequence[Tried]) -> list[tuple[Probe, float]]:
 
 def _is_graded(name: str, by_row: Mapping[str, list[Tried]]) -> bool:
     """See ``ComponentTrial.graded``."""
-    rows = [[value for _, value in _given(name, texts)] for texts in by_row.values()]
-    values = [value for row in rows for value in row]
-    largest = [max(row) for row in rows if row]
+    values: list[float] = []
+    largest: list[float] = []
+    for texts in by_row.values():
+        if row := [value for _, value in _given(name, texts)]:
+            values += row
+            largest.append(max(row))
     return len(set(values)) > max(_FEW_VALUES, len(values) / 2) and len(set(largest)) == len(largest)
 
 

@@ -12,8 +12,9 @@ import io
 import signal
 import sys
 import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from gdpo_nemo.commands.arguments import Commands, add_overrides, add_verbosity, say, verbosity
 from gdpo_nemo.observe.display import covered, shown

@@ -6,7 +6,8 @@ import json
 import sys
 import threading
 import time
-from typing import Any, Protocol, Sequence
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from gdpo_nemo.data.records import Trajectory
 from gdpo_nemo.tools.chat.speakers import Reply, RunRow, rewards_line

@@ -64,13 +64,11 @@ def run(arguments: argparse.Namespace) -> int:
     from gdpo_nemo.tools.compare import comparison, page
     from gdpo_nemo.utils.errors import ConfigError
 
-    variants = comparison.variants_of(
-        [comparison.RunRecord.read(folder) for folder in arguments.runs], arguments.ignore
-    )
+    variants = comparison.variants_of(list(map(comparison.RunRecord.read, arguments.runs)), arguments.ignore)
     metrics = arguments.metric or comparison.components(variants)
-    goals = [_goal(text) for text in arguments.goal]
-    runs = [run for variant in variants for run in variant.runs]
-    for option, names in (("--metric", metrics), ("--goal", [metric for metric, _ in goals])):
+    goals = list(map(_goal, arguments.goal))
+    runs = list(comparison.all_runs(variants))
+    for option, names in (("--metric", metrics), ("--goal", dict(goals))):
         for metric in names:
             if not any(run.history.curve(metric)[0] for run in runs):
                 raise ConfigError(f"{option}: no run has the metric {metric}")

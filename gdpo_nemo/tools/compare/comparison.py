@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -65,18 +65,24 @@ class RunRecord:
         if axis == "steps":
             return np.asarray(steps, float)
         if axis == "samples":
-            counts = [self.settings.get(f"gdpo.num_{name}") for name in ("prompts_per_step", "generations_per_prompt")]
-            if not all(isinstance(count, int) for count in counts):
+            prompts = self.settings.get("gdpo.num_prompts_per_step")
+            generations = self.settings.get("gdpo.num_generations_per_prompt")
+            if not (isinstance(prompts, int) and isinstance(generations, int)):
                 raise ConfigError(f"{self.folder}/config.yaml: the number of samples per step is not specified")
-            return np.asarray(steps, float) * counts[0] * counts[1]
+            return np.asarray(steps, float) * prompts * generations
         spent = {row["step"]: row.get("time/step", 0.0) for row in self.history.training}
         ends = dict(zip(spent, itertools.accumulate(spent.values())))
         return np.array([ends.get(step, 0.0) for step in steps], float)
 
     def curve(self, metric: str, axis: str) -> tuple[np.ndarray, np.ndarray]:
         """Return (training effort, trailing mean) of a metric. The arrays are empty if the metric was not measured."""
-        steps, values = self.history.trailing(metric, 1 if metric.startswith("validation/") else WINDOW)
+        steps, values = self.history.trailing(metric, _window(metric))
         return self.effort(axis, steps), np.asarray(values, float)
+
+
+def _window(metric: str) -> int:
+    """Return the number of steps of a trailing mean. Validations are rare, so each one counts by itself."""
+    return 1 if metric.startswith("validation/") else WINDOW
 
 
 @dataclass(frozen=True)
@@ -123,14 +129,13 @@ def differences(runs: Sequence[RunRecord], ignored: Sequence[str] = ()) -> list[
     """
     excluded = tuple(key for key in ignored if key.endswith(".")) + _IGNORED_SECTIONS
     keys = dict.fromkeys(key for run in runs for key in run.settings if not key.startswith(excluded))
-    seed_repeats = max(Counter(repr(run.seed) for run in runs).values()) > 1
+    seeds = [repr(run.seed) for run in runs]
+    seed_repeats = len(set(seeds)) < len(seeds)
     found = []
     for key in keys:
         values = _values(runs, key)
         # True if the value depends only on the seed, which cannot be determined if each seed has only one run.
-        with_seed = seed_repeats and len({(repr(run.seed), value) for run, value in zip(runs, values)}) == len(
-            {repr(run.seed) for run in runs}
-        )
+        with_seed = seed_repeats and len(set(zip(seeds, values))) == len(set(seeds))
         if len(set(values)) > 1 and not with_seed and key not in ignored:
             found.append(key)
     return found
@@ -141,12 +146,15 @@ def _values(runs: Sequence[RunRecord], key: str) -> list[str]:
 
     A path that contains the seed, such as ``models/small_42``, counts as equal for all seeds.
     """
-    raw = [run.settings.get(key) for run in runs]
-    exact = [repr(value) for value in raw]
-    masked = [repr(v.replace(str(r.seed), "${run.seed}") if isinstance(v, str) else v) for r, v in zip(runs, raw)]
-    return min(
-        exact, masked, key=lambda values: len(set(values))
-    )  # masking replaces too much if the seed is 0, because many paths contain this digit
+    exact, masked = [], []
+    for run in runs:
+        value = run.settings.get(key)
+        exact.append(repr(value))
+        if isinstance(value, str):
+            value = value.replace(str(run.seed), "${run.seed}")
+        masked.append(repr(value))
+    # Masking replaces too much if the seed is 0, because many paths contain this digit.
+    return masked if len(set(masked)) < len(set(exact)) else exact
 
 
 def variants_of(runs: Sequence[RunRecord], ignored: Sequence[str] = ()) -> list[Variant]:
@@ -160,15 +168,17 @@ def variants_of(runs: Sequence[RunRecord], ignored: Sequence[str] = ()) -> list[
     for run, *values in zip(runs, *(_values(runs, key) for key in keys)):
         groups.setdefault(tuple(values), []).append(run)
     members = list(groups.values())
-    if any(len({repr(run.seed) for run in group}) < len(group) for group in members):
+    if any(len(set(map(_seed, group))) < len(group) for group in members):
         members = [[run] for run in runs]
-    labels = _labels(members, keys)
-    return [
-        Variant(
-            label, tuple(sorted(group, key=lambda run: repr(run.seed))), {k: group[0].settings.get(k) for k in keys}
-        )
-        for label, group in zip(labels, members)
-    ]
+    variants = []
+    for label, group in zip(_labels(members, keys), members):
+        settings = {key: group[0].settings.get(key) for key in keys}
+        variants.append(Variant(label, tuple(sorted(group, key=_seed)), settings))
+    return variants
+
+
+def _seed(run: RunRecord) -> str:
+    return repr(run.seed)
 
 
 def _labels(groups: Sequence[Sequence[RunRecord]], keys: Sequence[str]) -> list[str]:
@@ -177,10 +187,11 @@ def _labels(groups: Sequence[Sequence[RunRecord]], keys: Sequence[str]) -> list[
     Labels are the settings if they are short and distinct, otherwise the common prefixes of folder names, otherwise the
     folders.
     """
-    settings = [
-        ", ".join(f"{key.split('.')[-1]}={shown(group[0].settings.get(key))}" for key in keys) for group in groups
-    ]
-    names = [_common_name([real_path(run.folder).name for run in group]) for group in groups]
+    settings, names = [], []
+    for group in groups:
+        values = [f"{key.split('.')[-1]}={shown(group[0].settings.get(key))}" for key in keys]
+        settings.append(", ".join(values))
+        names.append(_common_name([real_path(run.folder).name for run in group]))
     for labels in (settings, names):
         if len(set(labels)) == len(labels) and all(0 < len(label) <= _LABEL for label in labels):
             return labels
@@ -204,17 +215,22 @@ def shown(value: Any) -> str:
 
 def components(variants: Sequence[Variant]) -> list[str]:
     """Return the metric keys of all reward components in any run, in order of first appearance."""
-    names = dict.fromkeys(name for variant in variants for run in variant.runs for name in run.history.components)
+    names = dict.fromkeys(itertools.chain.from_iterable(run.history.components for run in all_runs(variants)))
     return [f"reward/{name}/mean" for name in names]
+
+
+def all_runs(variants: Iterable[Variant]) -> Iterator[RunRecord]:
+    """Yield the runs of all variants."""
+    for variant in variants:
+        yield from variant.runs
 
 
 def common_effort(variants: Sequence[Variant], axis: str) -> float:
     """Return the largest effort that all runs have reached."""
     ends = []
-    for variant in variants:
-        for run in variant.runs:
-            last = run.history.training[-1]["step"]
-            ends.append(float(run.effort(axis, [last])[0]))
+    for run in all_runs(variants):
+        last = run.history.training[-1]["step"]
+        ends.append(float(run.effort(axis, [last])[0]))
     return min(ends)
 
 
@@ -237,11 +253,12 @@ def steps_to(variant: Variant, metric: str, goal: float, last_step: float) -> np
 
     The value is ``last_step`` + 1 if the run did not reach the goal by ``last_step``, and NaN without the metric.
     """
+    window = _window(metric)
     found = []
     for run in variant.runs:
-        steps, values = run.history.trailing(metric, 1 if metric.startswith("validation/") else WINDOW)
-        full = 0 if metric.startswith("validation/") else WINDOW - 1
-        reached = (step for step, value in list(zip(steps, values))[full:] if value >= goal and step <= last_step)
+        steps, values = run.history.trailing(metric, window)
+        curve = list(zip(steps, values))[window - 1 :]
+        reached = (step for step, value in curve if value >= goal and step <= last_step)
         found.append(next(reached, last_step + 1) if steps else np.nan)
     return np.array(found, float)
 
@@ -276,29 +293,29 @@ def gaps(variants: Sequence[Variant], metrics: Sequence[str]) -> list[Gap]:
     """Compare each variant with the first variant after an equal number of steps, separately for each common seed."""
     effort = common_effort(variants, "steps")
     baseline, *others = variants
+    baseline_runs = {repr(run.seed): run for run in baseline.runs}
     found = []
-    for variant in others:
-        baseline_runs = {repr(run.seed): run for run in baseline.runs}
-        pairs = [(run, baseline_runs[repr(run.seed)]) for run in variant.runs if repr(run.seed) in baseline_runs]
-        for metric in metrics:
-            ends, means, seeds = [], [], []
-            for run, other in pairs:
-                (a, b), (c, d) = (_end_and_mean(r, metric, effort) for r in (run, other))
-                if not np.isnan([a, b, c, d]).any():
-                    ends.append(a - c)
-                    means.append(b - d)
+    for variant, metric in itertools.product(others, metrics):
+        gaps_of_seeds, seeds = [], []
+        for run in variant.runs:
+            if repr(run.seed) in baseline_runs:
+                other = baseline_runs[repr(run.seed)]
+                gap = _end_and_mean(run, metric, effort) - _end_and_mean(other, metric, effort)
+                if not np.isnan(gap).any():
+                    gaps_of_seeds.append(gap)
                     seeds.append(run.seed)
-            if seeds:
-                found.append(Gap(variant.label, metric, tuple(seeds), np.array(ends), np.array(means)))
+        if seeds:
+            at_end, over_run = np.transpose(gaps_of_seeds)
+            found.append(Gap(variant.label, metric, tuple(seeds), at_end, over_run))
     return found
 
 
-def _end_and_mean(run: RunRecord, metric: str, steps: float) -> tuple[float, float]:
+def _end_and_mean(run: RunRecord, metric: str, steps: float) -> np.ndarray:
+    """Return (mean of the last values, mean) of a metric until ``steps``. Both are NaN without values."""
     values = [value for step, value in zip(*run.history.curve(metric)) if step <= steps]
     if not values:
-        return float("nan"), float("nan")
-    window = 1 if metric.startswith("validation/") else WINDOW
-    return float(np.mean(values[-window:])), float(np.mean(values))
+        return np.full(2, np.nan)
+    return np.array([np.mean(values[-_window(metric) :]), np.mean(values)])
 
 
 def sign_flip_p(gap: np.ndarray) -> float:

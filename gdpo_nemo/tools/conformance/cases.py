@@ -7,9 +7,10 @@ paper's in float64 from its equations, and the trainers' in float32 with their s
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Union
+from typing import Union
 
 import numpy as np
 

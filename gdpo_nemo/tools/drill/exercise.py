@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Iterable, Sequence
+from typing import Any
 
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.models.hf_folder import differences

@@ -10,10 +10,10 @@ import shutil
 import signal
 import socket
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Callable, Iterator
 
 import psutil
 

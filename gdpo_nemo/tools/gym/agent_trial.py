@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Iterator, Mapping, NamedTuple, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -111,8 +112,10 @@ def cause(logs: Sequence[Path]) -> str:
 
     A failed agent replies only that its server failed.
     """
-    found = ((log, last_exception(log.read_text(errors="replace"))) for log in logs)
-    return next((f"; {log}: {printable(text, _DETAIL)}" for log, text in found if text), "")
+    for log in logs:
+        if text := last_exception(log.read_text(errors="replace")):
+            return f"; {log}: {printable(text, _DETAIL)}"
+    return ""
 
 
 def play(agent: str, url: str, row: dict[str, Any], context: RolloutContext) -> dict[str, Any]:
@@ -139,7 +142,9 @@ def choose(agent: str, files: Sequence[str], checkout: Path, unset: Unset) -> Pl
         agent: folder of the agent's code.
         files: configuration files with the agent, as paths in the checkout.
     """
-    found = [one for file in files for one in _playable(agent, file, checkout, unset)]
+    found: list[Playable] = []
+    for file in files:
+        found += _playable(agent, file, checkout, unset)
     if not found:
         return Playable("", "", frozenset(), None, ("no configuration file defines the agent with its servers",))
     return min(found, key=lambda one: len(one.lacking))
@@ -159,7 +164,8 @@ def _playable(agent: str, file: str, checkout: Path, unset: Unset) -> Iterator[P
         needed, lacking = _needed(name, instances)
         for one in needed:
             values = [value for value in unset.get(instances[one][:2], ()) if value not in POLICY_KEYS]
-            lacking += [f"{one} needs a configuration: {', '.join(values)}"] if values else []
+            if values:
+                lacking.append(f"{one} needs a configuration: {', '.join(values)}")
         row = None
         try:
             row = _row([name, *needed], instances, checkout)
@@ -199,13 +205,15 @@ def _row(names: Sequence[str], instances: Mapping[str, Instance], checkout: Path
 
     Raises ConfigError if there is none, or if the file is not JSON Lines.
     """
-    paths = []
-    for _, _, settings in (instances[name] for name in names):
-        listed = [one for one in settings.get("datasets") or () if isinstance(one, dict)]
-        paths += [one.get("jsonl_fpath") for one in listed if one.get("type") == "example"]
-    folders = [checkout / kind / folder / "data" for kind, folder, _ in (instances[name] for name in names)]
-    paths += [str(path) for folder in folders for path in sorted(folder.glob("*example.jsonl"))]
-    for path in paths:
+    listed: list[Any] = []
+    beside: list[str] = []
+    for name in names:
+        kind, folder, settings = instances[name]
+        for one in settings.get("datasets") or ():
+            if isinstance(one, dict) and one.get("type") == "example":
+                listed.append(one.get("jsonl_fpath"))
+        beside += map(str, sorted((checkout / kind / folder / "data").glob("*example.jsonl")))
+    for path in [*listed, *beside]:
         if isinstance(path, str) and (checkout / path).is_file():
             try:
                 return dict(parse_json(next(line for line in read_text(checkout / path).splitlines() if line.strip())))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import warnings
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Iterator
 
 from gdpo_nemo.environments.nemo_gym.checkout import KINDS
 from gdpo_nemo.utils.errors import ConfigError
@@ -51,15 +51,12 @@ class Code:
     def server(self) -> list[ast.ClassDef]:
         """The class that the entry point runs, and its bases in the checkout (empty if it runs none)."""
         entry = next(iter(self.files.values()))
-        run = [
-            node.func.value.id
-            for node in ast.walk(entry)
-            if isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr == "run_webserver"
-            and isinstance(node.func.value, ast.Name)
-        ]
-        return self._with_bases(run[-1]) if run else []
+        name = ""
+        for node in ast.walk(entry):
+            match node:
+                case ast.Call(func=ast.Attribute(attr="run_webserver", value=ast.Name(id=last))):
+                    name = last
+        return self._with_bases(name) if name else []
 
     def fields(self) -> dict[str, tuple[str, bool]]:
         """Return (annotation, True if it has no default) of the fields in the server's config class by name."""
@@ -82,10 +79,17 @@ class Code:
 
     def routes(self) -> list[str]:
         """Return the routes that a server adds for tools."""
-        calls = [n for _, n in self.nodes if isinstance(n, ast.Call) and getattr(n.func, "attr", "") == "post"]
-        paths = [call.args[0] for call in calls if call.args and not isinstance(call.args[0], ast.Starred)]
-        texts = [ast.unparse(path).strip("f'\"") for path in paths]
-        return sorted({text for text in texts if text.startswith("/") and text not in _ROUTES})
+        found = set()
+        for call in self._posts():
+            if call.args and not isinstance(call.args[0], ast.Starred):
+                found.add(ast.unparse(call.args[0]).strip("f'\""))
+        return sorted(text for text in found if text.startswith("/") and text not in _ROUTES)
+
+    def _posts(self) -> Iterator[ast.Call]:
+        """Yield the calls of methods ``post``."""
+        for _, node in self.nodes:
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "post":
+                yield node
 
     def runs_programs(self, prepares: bool = False) -> str:
         """Return the first call that executes code or starts a program (empty if there is none).
@@ -111,14 +115,14 @@ class Code:
     def samples_from_model_server(self) -> bool:
         """Return whether an agent sends requests to its model server, whose replies contain the tokens, or reads
         tokens."""
-        if any(getattr(n, "value", "") in _TOKENS or getattr(n, "attr", "") in _TOKENS for _, n in self.nodes):
-            return True
-        return any(
-            keyword.arg == "server_name" and "model_server" in ast.unparse(keyword.value)
-            for _, node in self.nodes
-            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "post"
-            for keyword in node.keywords
-        )
+        for _, node in self.nodes:
+            if getattr(node, "value", "") in _TOKENS or getattr(node, "attr", "") in _TOKENS:
+                return True
+        for call in self._posts():
+            for keyword in call.keywords:
+                if keyword.arg == "server_name" and "model_server" in ast.unparse(keyword.value):
+                    return True
+        return False
 
     def _with_bases(self, name: str) -> list[ast.ClassDef]:
         found: list[ast.ClassDef] = []
@@ -133,14 +137,16 @@ class Code:
     def _imported(self, file: Path) -> Iterator[Path]:
         """Yield the files of the checkout that a file imports, without NeMo Gym's own package."""
         for node in ast.walk(self.files[file]):
-            modules = [(alias.name, 0) for alias in node.names] if isinstance(node, ast.Import) else []
+            if not isinstance(node, (ast.Import, ast.ImportFrom)):
+                continue
+            level, modules = 0, [alias.name for alias in node.names]
             if isinstance(node, ast.ImportFrom):
-                name = node.module or ""
-                modules = [(name, node.level), *((f"{name}.{a.name}".strip("."), node.level) for a in node.names)]
-            for module, level in modules:
+                name, level = node.module or "", node.level
+                modules = [name, *(f"{name}.{part}".strip(".") for part in modules)]
+            for module in modules:
                 for root in self._roots(file, module, level):
                     path = root.joinpath(*module.split(".")) if module else root
-                    yield from (p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file())
+                    yield from filter(Path.is_file, (path.with_suffix(".py"), path / "__init__.py"))
 
     def _roots(self, file: Path, module: str, level: int) -> list[Path]:
         if level:

@@ -15,10 +15,12 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from gdpo_nemo.commands.arguments import say
+from gdpo_nemo.tools.gym.processes import last_lines
 from gdpo_nemo.utils.errors import ConfigError, RunError
 from gdpo_nemo.utils.files import read_text
 
@@ -77,8 +79,8 @@ class Environments:
             listed = _dependencies(_pyproject(folder))
         overrides = _lines(folder / "overrides.txt") if name and (folder / "overrides.txt").is_file() else []
         own = [line for line in listed if not _GYM.match(line)]
-        extras = {extra for line in listed if _GYM.match(line) for extra in _extras(line)} - {"dev", ""}
-        return Requirements((*self._gym(sorted(extras)), *own), tuple(overrides))
+        extras = set(chain.from_iterable(_extras(line) for line in listed if _GYM.match(line)))
+        return Requirements((*self._gym(sorted(extras - {"dev", ""})), *own), tuple(overrides))
 
     def python_of(self, kind: str = "", name: str = "") -> Path:
         """Return the Python of a server's environment, which is made first if it is not in the cache.
@@ -118,9 +120,8 @@ class Environments:
             return "installed"
         files = _files(folder.with_suffix(".check"), wanted)
         if python is None:
-            self._run(
-                name, ["pip", "compile", "--python", self._python, *(f for f in files if f != "-r"), "-o", os.devnull]
-            )
+            files.remove("-r")
+            self._run(name, ["pip", "compile", "--python", self._python, *files, "-o", os.devnull])
             return "can be installed"
         told = self._run(name, ["pip", "install", "--dry-run", "--python", str(python), *files])
         lacking = re.findall(r"^ \+ (\S+?)==", told, re.MULTILINE)
@@ -141,19 +142,17 @@ class Environments:
                 )
             return [f"nemo-gym{f'[{chr(44).join(extras)}]' if extras else ''}=={installed.stem.rpartition('-')[2]}"]
         optional = self._project.get("project", {}).get("optional-dependencies", {})
-        return [*_dependencies(self._project), *(line for extra in extras for line in optional.get(extra, []))]
+        lines = _dependencies(self._project)
+        for extra in extras:
+            lines += optional.get(extra, [])
+        return lines
 
     def _run(self, name: str, arguments: list[str]) -> str:
         uv = shutil.which("uv")
         if uv is None:
             raise ConfigError("uv was not found on PATH; install it (pip install uv), or specify --python")
-        command = [
-            uv,
-            *arguments,
-            "--no-config",
-            "--color",
-            "never",
-        ]  # the versions in pyproject.toml are this project's
+        # The versions in pyproject.toml are this project's.
+        command = [uv, *arguments, "--no-config", "--color", "never"]
         try:
             ended = subprocess.run(
                 command, capture_output=True, text=True, timeout=_INSTALL_S, stdin=subprocess.DEVNULL
@@ -161,7 +160,7 @@ class Environments:
         except subprocess.TimeoutExpired:
             raise RunError(f"{name}: uv did not install the requirements within {_INSTALL_S:.0f} s") from None
         if ended.returncode:
-            last = " | ".join(line.strip() for line in ended.stderr.strip().splitlines()[-_LAST_LINES:])
+            last = last_lines(ended.stderr, _LAST_LINES)
             hint = "; specify an installed Python with --venv-python" if arguments[0] == "venv" else ""
             raise RunError(f"{name or 'NeMo Gym'}: uv {arguments[0]} failed: {last}{hint}")
         return ended.stderr
@@ -181,13 +180,13 @@ def _files(folder: Path, wanted: Requirements) -> list[str]:
 
 def _lines(file: Path) -> list[str]:
     """Return the requirements in a file, without comments."""
-    lines = (re.sub(r"(^|\s)#.*", "", line).strip() for line in read_text(file).splitlines())
-    return [line for line in lines if line]
+    text = re.sub(r"(^|\s)#.*", "", read_text(file), flags=re.MULTILINE)
+    return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 def _extras(line: str) -> list[str]:
     found = re.search(r"\[(.*?)\]", line)
-    return [extra.strip() for extra in found[1].split(",")] if found else []
+    return list(map(str.strip, found[1].split(","))) if found else []
 
 
 def _pyproject(folder: Path) -> dict[str, Any]:

@@ -9,9 +9,10 @@ import re
 import socket
 import subprocess
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, build_opener
 
@@ -105,9 +106,9 @@ def resolve(content: Mapping[str, Any], python: Path, path: list[Path]) -> dict[
     return resolved
 
 
-def last_lines(text: str) -> str:
+def last_lines(text: str, count: int = _LAST_LINES) -> str:
     """Return the end of a log as one line."""
-    return " | ".join(line.strip() for line in text.strip().splitlines()[-_LAST_LINES:])
+    return " | ".join(map(str.strip, text.strip().splitlines()[-count:]))
 
 
 def last_exception(text: str) -> str:
@@ -148,6 +149,7 @@ class Served:
         addressed: Addressed,
         names: list[str],
         python: Path,
+        *,
         path: list[Path],
         folder: Path,
         log: Path,
@@ -155,8 +157,11 @@ class Served:
         self.label = label
         self.names = names
         self.log = log
-        inherited = {name: addressed.sockets[name].fileno() for name in names}
-        listeners = [text for name, number in inherited.items() for text in ("--listener", f"{name}={number}")]
+        inherited, listeners = [], []
+        for name in names:
+            number = addressed.sockets[name].fileno()
+            inherited.append(number)
+            listeners += ["--listener", f"{name}={number}"]
         with open(log, "w") as output:
             self._process = subprocess.Popen(
                 [str(python), str(_script()), "--global-config", "-", *listeners],
@@ -165,7 +170,7 @@ class Served:
                 stderr=output,
                 env=_variables(path),
                 cwd=folder,
-                pass_fds=tuple(inherited.values()),
+                pass_fds=inherited,
                 start_new_session=True,  # Ctrl-C ends this command, which ends the servers
                 text=True,
             )

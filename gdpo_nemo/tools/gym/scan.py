@@ -12,9 +12,10 @@ import fnmatch
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Iterator, Mapping, NamedTuple
+from typing import Any, NamedTuple
 
 from gdpo_nemo.commands.arguments import say, terminal
 from gdpo_nemo.environments.nemo_gym.checkout import Unknown, component_names, instances_of, read_config
@@ -107,7 +108,8 @@ def _try(found: list[Scanned], checkout: Path, arguments: argparse.Namespace) ->
     guard_children()  # also ends the servers after SIGKILL
     for one in able[: arguments.limit]:
         folder = checkout / one.kind / one.name
-        one.trial = try_server(one.name, one.settings, folder, arguments.rows, source, logs, arguments.timeout)
+        limits = {"limit": arguments.rows, "timeout_s": arguments.timeout}
+        one.trial = try_server(one.name, one.settings, folder, source=source, logs=logs, **limits)
         say(f"{one.name}: {one.trial['summary']}")
     agents = [one for one in found if one.kind == _AGENTS and one.category == PLAIN][: arguments.limit]
     if agents and arguments.model:
@@ -177,7 +179,7 @@ def _configs(checkout: Path) -> dict[tuple[str, str], list[_Config]]:
 
 def _classify(one: Scanned, folder: Path, checkout: Path, configs: list[_Config]) -> None:
     options = [(entry.settings, list(_unset(entry.settings, entry.content))) for entry in configs]
-    one.settings, unset = min(options, key=lambda option: len(option[1])) if options else ({}, [])
+    one.settings, unset = min(options, key=lambda option: len(option[1]), default=({}, []))
     one.files = tuple(dict.fromkeys(entry.file for entry in configs))
     entrypoint = folder / str(one.settings.get("entrypoint") or "app.py")
     if not entrypoint.is_file():
@@ -185,17 +187,15 @@ def _classify(one: Scanned, folder: Path, checkout: Path, configs: list[_Config]
         return
     code = Code(checkout, entrypoint)
     fields = code.fields()
-    references = [name for name, (kind, needed) in fields.items() if "ModelServerRef" in kind and name != "model_server"
-                  and (needed or name in one.settings)]  # fmt: skip
-    references += [key for key, value in one.settings.items() if key != "model_server" and _is_model(value)]
+    references = _judges(one.settings, fields)
     if references:
-        one.needs[JUDGE] = ", ".join(dict.fromkeys(references))
+        one.needs[JUDGE] = ", ".join(references)
     if program := code.runs_programs():
         one.needs[EXECUTES] = program
     if program := code.runs_programs(prepares=True):
         one.outside += (program,)
-    lacking = [n for n, (_, needed) in fields.items() if needed and n not in one.settings and n not in references]
-    unset = [*unset, *(name for name in lacking if name not in _GIVEN)]
+    known = {*one.settings, *references, *_GIVEN}
+    unset += [name for name, (_, needed) in fields.items() if needed and name not in known]
     if one.kind == _AGENTS:
         unset = [name for name in unset if name not in POLICY_KEYS]
     one.unset = tuple(dict.fromkeys(unset))
@@ -205,6 +205,16 @@ def _classify(one: Scanned, folder: Path, checkout: Path, configs: list[_Config]
         _classify_server(one, folder, entrypoint, code)
     elif not code.samples_from_model_server():
         one.needs[REFUSED] = "runs another program, whose replies do not contain the sampled tokens"
+
+
+def _judges(settings: Mapping[str, Any], fields: Mapping[str, tuple[str, bool]]) -> list[str]:
+    """Return the config fields that refer to a model other than the policy."""
+    references = []
+    for name, (annotation, needed) in fields.items():
+        if "ModelServerRef" in annotation and (needed or name in settings):
+            references.append(name)
+    references += [key for key, value in settings.items() if _is_model(value)]
+    return [name for name in dict.fromkeys(references) if name != "model_server"]
 
 
 def _classify_server(one: Scanned, folder: Path, entrypoint: Path, code: Code) -> None:
@@ -258,10 +268,12 @@ def _print(found: list[Scanned]) -> None:
         table.add_column(heading, overflow="fold")
     for one in found:
         details = [f"{name}: {why}" for name, why in one.needs.items()]
-        details += [f"installs {', '.join(one.outside)}"] if one.outside else []
-        details += [f"try: {one.trial['summary']}"] if one.trial else []
+        if one.outside:
+            details.append(f"installs {', '.join(one.outside)}")
+        if one.trial:
+            details.append(f"try: {one.trial['summary']}")
         components = "" if one.kind == _AGENTS else ", ".join(one.components) if one.components else "computed"
-        table.add_row(*(Text(text) for text in (one.name, one.category, components, "\n".join(details))))
+        table.add_row(*map(Text, (one.name, one.category, components, "\n".join(details))))
     terminal().print(table)
     for kind, title in ((_SERVERS, "servers"), (_AGENTS, "agents")):
         counts = Counter(one.category for one in found if one.kind == kind)

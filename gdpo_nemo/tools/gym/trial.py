@@ -7,8 +7,9 @@ import json
 import math
 import time
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +31,7 @@ _DETAIL = 200
 
 
 def try_server(
-    name: str, settings: Mapping[str, Any], folder: Path, limit: int, source: Source, logs: Path, timeout_s: float
+    name: str, settings: Mapping[str, Any], folder: Path, *, limit: int, source: Source, logs: Path, timeout_s: float
 ) -> dict[str, Any]:
     """Start a resources server, verify answers to its example rows and its recorded answers, and end it.
 
@@ -87,43 +88,49 @@ def verify_rows(
     options = {"servers": {name: url}, "retries": 0, "deadline_s": _DEADLINE_S, "request_timeout_s": _DEADLINE_S}
     environment = NemoGym(options)
     try:
-        samples = [
-            sample for i, row in enumerate(rows) for sample in _samples(str(i), row, [_MINIMAL, *expected_answers(row)])
-        ]
-        again = [sample for i, (row, text, _) in enumerate(recorded or ()) for sample in _samples(f"r{i}", row, [text])]
-        verdicts = environment.verify([*samples, *again])
+        samples: list[Trajectory] = []
+        for i, row in enumerate(rows):
+            samples += _samples(str(i), row, [_MINIMAL, *expected_answers(row)])
+        count = len(samples)
+        for i, (row, text, _) in enumerate(recorded or ()):
+            samples += _samples(f"r{i}", row, [text])
+        verdicts = environment.verify(samples)
     finally:
         environment.close()
-    result = _summary(samples, verdicts[: len(samples)])
+    result = _summary(samples[:count], verdicts[:count])
     if recorded:
-        pairs = [(reward, verdict) for (*_, reward), verdict in zip(recorded, verdicts[len(samples) :])]
-        different = [
-            {"recorded": reward, "reward": verdict.rewards.get("reward"), "detail": verdict.detail}
-            for reward, verdict in pairs
-            if not math.isclose(verdict.rewards.get("reward") or 0.0, reward, abs_tol=1e-6) or not verdict.rewards
-        ]
-        result |= {"recorded": len(pairs), "different": different}
-        result["summary"] += f"; {len(pairs) - len(different)} of {len(pairs)} recorded rewards equal"
+        different = []
+        for (*_, reward), verdict in zip(recorded, verdicts[count:]):
+            again = verdict.rewards.get("reward")
+            if not math.isclose(again or 0.0, reward, abs_tol=1e-6) or not verdict.rewards:
+                different.append({"recorded": reward, "reward": again, "detail": verdict.detail})
+        result |= {"recorded": len(recorded), "different": different}
+        result["summary"] += f"; {len(recorded) - len(different)} of {len(recorded)} recorded rewards equal"
     return result
 
 
 def _summary(samples: list[Trajectory], verdicts: list[Verdict]) -> dict[str, Any]:
     answers = []
+    valid = 0
+    found: dict[str, list[float]] = {}
+    failures: Counter[str] = Counter()
     for sample, verdict in zip(samples, verdicts):
         result = {"outcome": verdict.outcome.value, "rewards": dict(verdict.rewards), "detail": verdict.detail}
         answers.append({"row": sample.prompt.id, "answer": sample.text, **result})
-    valid = [verdict for verdict in verdicts if verdict.outcome is Outcome.OK]
-    names = sorted({name for verdict in valid for name in verdict.rewards})
+        if verdict.outcome is not Outcome.OK:
+            failures[printable(verdict.detail, _DETAIL)] += 1
+            continue
+        valid += 1
+        for name, value in verdict.rewards.items():
+            found.setdefault(name, []).extend([] if value is None else [value])
     parts = []
-    for name in names:
-        values = [value for verdict in valid if (value := verdict.rewards.get(name)) is not None]
+    for name, values in sorted(found.items()):
         parts.append(f"{name} {min(values, default=math.nan):g} to {max(values, default=math.nan):g}")
-    failures = Counter(printable(verdict.detail, _DETAIL) for verdict in verdicts if verdict.outcome is not Outcome.OK)
     parts += [f"{count} x {detail}" for detail, count in failures.most_common(2)]
     return {
-        "status": "verified" if len(valid) == len(verdicts) else "partly" if valid else "failed",
-        "summary": f"{len(valid)} of {len(verdicts)} verified: {'; '.join(parts)}",
-        "components": names,
+        "status": "verified" if valid == len(verdicts) else "partly" if valid else "failed",
+        "summary": f"{valid} of {len(verdicts)} verified: {'; '.join(parts)}",
+        "components": sorted(found),
         "answers": answers,
     }
 
@@ -149,8 +156,7 @@ def expected_answers(row: Mapping[str, Any]) -> Iterator[str]:
             value = columns.get(name)
             if value is None or value == "":
                 continue
-            calls = [call for call in (value if isinstance(value, list) else [value]) if _is_call(call)]
-            if calls:
+            if calls := list(filter(_is_call, value if isinstance(value, list) else [value])):
                 yield "\n".join(f"<tool_call>{json.dumps(_call(call))}</tool_call>" for call in calls)
                 return
             text = value if isinstance(value, str) else json.dumps(value)

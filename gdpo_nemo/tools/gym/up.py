@@ -7,13 +7,14 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from gdpo_nemo.commands.arguments import say
-from gdpo_nemo.environments.nemo_gym.checkout import Instance, Unknown, config_contents, instances_of
+from gdpo_nemo.environments.nemo_gym.checkout import KINDS, Instance, Unknown, config_contents, instances_of
 from gdpo_nemo.tools.gym.environments import Environments, default_cache
 from gdpo_nemo.tools.gym.processes import HEAD, Addressed, Served, address, end_all, resolve, served_instances
 from gdpo_nemo.utils.errors import ConfigError, GdpoError, RunError
@@ -75,7 +76,10 @@ def up(arguments: argparse.Namespace) -> int:
     from gdpo_nemo.config.load import load_config
 
     config = load_config(arguments.config, arguments.overrides)
-    wanted = {name: content for name, options in config.env.items() if (content := to_serve(config, name, options))}
+    wanted = {}
+    for name, options in config.env.items():
+        if content := to_serve(config, name, options):
+            wanted[name] = content
     if not wanted:
         raise ConfigError(f"{arguments.config}: no environment of env is {' or '.join(_PLUGINS)} with servers to start")
     source = source_of(arguments)
@@ -106,18 +110,22 @@ def _wait_until_ready(started: Mapping[str, tuple[Addressed, list[Served]]], log
     """Wait until all servers answer, and print and write their addresses."""
     say(f"starting; logs in {logs}")
     addresses = {}
+    titles = {"resources_servers": "servers", "responses_api_agents": "agents", "responses_api_models": "models"}
     for name, (addressed, processes) in started.items():
         for process in processes:
             process.wait_until_ready(addressed.urls, deadline)
         kinds: dict[str, dict[str, str]] = {"head": {"head server": addressed.urls[HEAD]}}
-        for kind, instances in (("servers", "resources_servers"), ("agents", "responses_api_agents"),
-                                ("models", "responses_api_models")):  # fmt: skip
-            kinds[kind] = {n: addressed.urls[n] for n, one in addressed.instances.items() if one.kind == instances}
+        for title in titles.values():
+            kinds[title] = {}
+        for server, instance in addressed.instances.items():
+            kinds[titles[instance.kind]][server] = addressed.urls[server]
         addresses[name] = kinds
     write_whole(logs / "addresses.json", json.dumps(addresses, indent=2) + "\n")
     for name, kinds in addresses.items():
-        lines = [f"  {server} {url}" for urls in kinds.values() for server, url in urls.items()]
-        say("\n".join([f"env.{name}:", *lines]))
+        lines = [f"env.{name}:"]
+        for urls in kinds.values():
+            lines += [f"  {server} {url}" for server, url in urls.items()]
+        say("\n".join(lines))
     say(f"ready; addresses in {logs / 'addresses.json'}, logs in {logs}; end with Ctrl-C")
 
 
@@ -133,19 +141,19 @@ def start(label: str, name: str, addressed: Addressed, source: Source, logs: Pat
     """
     if source.python is not None:
         names = [*addressed.instances, HEAD]
-        yield Served(label, addressed, names, source.python, source.path, logs, logs / f"{name}.log")
+        yield Served(label, addressed, names, source.python, path=source.path, folder=logs, log=logs / f"{name}.log")
         return
     assert source.environments is not None and source.folder is not None
-    pythons = {
-        server: source.environments.python_of(kind, implementation)
-        for server, (kind, implementation, _) in addressed.instances.items()
-    }
+    pythons = {}
+    for server, (kind, implementation, _) in addressed.instances.items():
+        pythons[server] = source.environments.python_of(kind, implementation)
     for index, (server, (kind, implementation, _)) in enumerate(addressed.instances.items()):
         folder = source.folder / kind / implementation
         names = [server, HEAD] if index == 0 else [server]
         log = logs.absolute() / (f"{name}.{server}.log" if server != name else f"{name}.log")
         # As in NeMo Gym, a server runs in its own folder and imports files next to its entry point.
-        yield Served(label, addressed, names, pythons[server], [folder, *source.path], folder, log)
+        path = [folder, *source.path]
+        yield Served(label, addressed, names, pythons[server], path=path, folder=folder, log=log)
 
 
 def wanted_address(wanted: Wanted, source: Source) -> Addressed:
@@ -168,8 +176,12 @@ def wanted_address(wanted: Wanted, source: Source) -> Addressed:
 
 def _files(paths: list[str], folder: Path | None) -> list[str]:
     """Return the paths in the checkout ``folder``, or in the working directory if the checkout has no such file."""
-    found = [next((f for f in (folder and folder / path, Path(path)) if f and f.is_file()), None) for path in paths]
-    return [path if file is None else str(file.absolute()) for path, file in zip(paths, found)]
+    found = []
+    for path in paths:
+        candidates = (f for f in (folder and folder / path, Path(path)) if f and f.is_file())
+        file = next(candidates, None)
+        found.append(path if file is None else str(file.absolute()))
+    return found
 
 
 def to_serve(config: Config, name: str, options: Mapping[str, Any] | None) -> Wanted | None:
@@ -286,8 +298,7 @@ def _problems(
     for key, value in settings.items():
         if value == "???":
             yield f"{key} is not set"
-        target = value.get("name") if isinstance(value, dict) and value.get("type") in ("resources_servers",
-            "responses_api_agents", "responses_api_models") else None  # fmt: skip
+        target = value.get("name") if isinstance(value, dict) and value.get("type") in KINDS else None
         if isinstance(target, str) and "$" not in target and target not in instances:
             yield f"{key} names the server {target}, which no file in config_paths defines"
     try:

@@ -10,10 +10,11 @@ import base64
 import contextlib
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import numpy as np
 
@@ -82,11 +83,9 @@ class Index:
         return {name: [values.dtype.name, packed(values)] for name, values in found.items()}
 
     def _component(self, key: str) -> np.ndarray:
-        lengths = [len(part) for part in self.columns["step"]]
-        parts = [
-            found.get(key, np.full(length, np.nan)).astype(np.float32)
-            for found, length in zip(self.components, lengths, strict=True)
-        ]
+        parts = []
+        for found, steps in zip(self.components, self.columns["step"], strict=True):
+            parts.append(found.get(key, np.full(len(steps), np.nan)).astype(np.float32))
         return np.concatenate(parts)
 
 
@@ -145,8 +144,10 @@ def stamp_of(run_dir: str | Path) -> str:
 
 def _files(run_dir: Path) -> list[tuple[int, int, Path]]:
     """Return (index in ``_KINDS``, step, path) of each rollout file."""
-    found = [(0, step, path) for step, path in rollout_files(run_dir)]
-    return found + [(1, step, path) for step, path in validation_files(run_dir)]
+    found = []
+    for kind, files in enumerate((rollout_files(run_dir), validation_files(run_dir))):
+        found += [(kind, step, path) for step, path in files]
+    return found
 
 
 def _stamp(files: list[tuple[int, int, Path]]) -> str:
@@ -197,11 +198,13 @@ def _add_numbers(index: Index, table: Any, tokens: Tokens, kind: int, step: int,
     count = table.num_rows
     rewards = map_columns(table.column("rewards"))
     terms = map_columns(table.column("terms"))
-    index.rewards.extend(name for name in {**rewards, **terms} if name not in index.rewards)
-    index.components.append(
-        {f"reward {name}": values for name, values in rewards.items()}
-        | {f"term {name}": values for name, values in terms.items()}
-    )
+    columns = {}
+    for kind_of_value, found in (("reward", rewards), ("term", terms)):
+        for name, values in found.items():
+            columns[f"{kind_of_value} {name}"] = values
+            if name not in index.rewards:
+                index.rewards.append(name)
+    index.components.append(columns)
     groups = groups_of(table)
     outcomes = table.column("outcome").to_pylist()
     prompts = [index.prompts.setdefault(name, len(index.prompts)) for name in table.column("prompt_id").to_pylist()]
@@ -234,14 +237,14 @@ def _add_texts(shards: TextShards, table: Any, index: Index) -> None:
     def values(row: Any) -> list[Any] | None:
         return [row.get(name) for name in index.rewards] if row else None
 
-    maps = [list(map(values, values_of(table.column(key)))) for key in ("rewards", "terms")]
     columns = (
-        *(texts[name] for name in names),
+        *map(texts.get, names),
         table.column("extra").to_pylist(),
-        *maps,
+        map(values, values_of(table.column("rewards"))),
+        map(values, values_of(table.column("terms"))),
         table.column("advantage").to_pylist(),
         table.column("policy_version").to_pylist(),
-        spans_of(table.column("spans").to_pylist()),
+        map(spans_of, table.column("spans").to_pylist()),
     )
     for row in zip(*columns, strict=True):
         shards.add(*row)
@@ -278,10 +281,10 @@ def _curves(run_dir: Path) -> list[dict[str, Any]]:
     keys += [("entropy", "policy/entropy"), ("tokens", "rollout/mean_length"), ("gradient norm", "grad_norm")]
     found = []
     for name, key in keys:
-        steps, values = history.curve(key)
-        points = [(step, value) for step, value in zip(steps, values) if math.isfinite(value)]
+        points = [point for point in zip(*history.curve(key)) if math.isfinite(point[1])]
         if len(points) > 1:
-            found.append({"name": name, "steps": [step for step, _ in points], "values": [v for _, v in points]})
+            steps, values = zip(*points)
+            found.append({"name": name, "steps": steps, "values": values})
     return found
 
 

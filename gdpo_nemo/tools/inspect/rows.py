@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -69,10 +71,12 @@ def tokens_of(table: pa.Table, path: Path) -> Tokens:
             raise RunError(f"{path}: is not a rollout file ({name}: must have one value for each token)")
         found[name] = np.full(len(ids), unset, kind)
         found[name][not_null[rows]] = values
-    trainer, entropies = (
-        None if np.isnan(values).all() else values for values in (found["trainer_logprobs"], found["entropies"])
-    )
+    trainer, entropies = _unless_missing(found["trainer_logprobs"]), _unless_missing(found["entropies"])
     return Tokens(lengths, ids, found["logprobs"], trainer, entropies, found["loss_mask"])
+
+
+def _unless_missing(values: np.ndarray) -> np.ndarray | None:
+    return None if np.isnan(values).all() else values
 
 
 def _flat(column: pa.ChunkedArray, kind: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -233,7 +237,7 @@ def _bytes_of(name: str) -> list[int] | None:
     if name.startswith("<0x") and name.endswith(">"):
         return [int(name[3:-1], 16)]
     alphabet = _byte_alphabet()
-    return [alphabet[letter] for letter in name] if all(letter in alphabet for letter in name) else None
+    return [alphabet[letter] for letter in name] if alphabet.keys() >= set(name) else None
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -241,6 +245,6 @@ def _byte_alphabet() -> dict[str, int]:
 
     Other bytes have the characters 256, 257, ... in order.
     """
-    seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(256) if byte not in seen]
-    return {chr(byte): byte for byte in seen} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    characters = itertools.count(256)
+    return {chr(byte if byte in printable else next(characters)): byte for byte in range(256)}

@@ -7,8 +7,9 @@ import functools
 import http.server
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 from gdpo_nemo.tools.inspect import builder
 from gdpo_nemo.utils.errors import ConfigError, GdpoError

@@ -12,8 +12,9 @@ import contextlib
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -149,45 +150,46 @@ class TokenShards:
             if row < len(tokens.lengths) or self._tokens >= TOKENS:
                 self.close()
 
+    def _column(self, name: str) -> np.ndarray:
+        return np.concatenate([getattr(part, name) for part in self._parts])
+
+    def _packed_where_known(self, name: str) -> str:
+        """Pack a column, with NaN for parts without it. The text is empty if no part has the column."""
+        columns = []
+        for part in self._parts:
+            values = getattr(part, name)
+            columns.append(np.full(len(part.ids), np.nan, np.float32) if values is None else values)
+        known = any(getattr(part, name) is not None for part in self._parts)
+        return packed(np.concatenate(columns)) if known else ""
+
     def close(self) -> None:
         """Write the current shard, if it has tokens."""
         if self._rows == self._start:
             return
-        parts = self._parts
         shard = {
-            "lengths": packed(np.concatenate([p.lengths for p in parts]).astype(np.int32)),
-            "ids": packed(np.concatenate([p.ids for p in parts])),
-            "logprobs": packed(np.concatenate([p.logprobs for p in parts])),
-            "trainer": _packed_where_known([p.trainer for p in parts], parts),
-            "entropy": _packed_where_known([p.entropies for p in parts], parts),
-            "written": packed(np.concatenate([p.written for p in parts]).astype(np.uint8)),
+            "lengths": packed(self._column("lengths").astype(np.int32)),
+            "ids": packed(self._column("ids")),
+            "logprobs": packed(self._column("logprobs")),
+            "trainer": self._packed_where_known("trainer"),
+            "entropy": self._packed_where_known("entropies"),
+            "written": packed(self._column("written").astype(np.uint8)),
         }
         self._scripts.write(f"tokens-{len(self.starts):04d}", shard)
         self.starts.append(self._start)
         self._open()
 
 
-def _packed_where_known(columns: Sequence[np.ndarray | None], parts: Sequence[Tokens]) -> str:
-    """Pack a column of the parts. Values of parts without the column are NaN.
-
-    Return an empty string if no part has the column.
-    """
-    if all(values is None for values in columns):
-        return ""
-    return packed(
-        np.concatenate(
-            [np.full(len(p.ids), np.nan, np.float32) if values is None else values for values, p in zip(columns, parts)]
-        )
-    )
-
-
 def _part(tokens: Tokens, first: int, last: int, ends: np.ndarray) -> Tokens:
     part = slice(ends[first], ends[last])
-    trainer, entropies = (None if values is None else values[part] for values in (tokens.trainer, tokens.entropies))
+    trainer = None if tokens.trainer is None else tokens.trainer[part]
+    entropies = None if tokens.entropies is None else tokens.entropies[part]
     lengths = tokens.lengths[first:last]
     return Tokens(lengths, tokens.ids[part], tokens.logprobs[part], trainer, entropies, tokens.written[part])
 
 
-def spans_of(rows: Sequence[Sequence[dict[str, int]]]) -> list[list[int]]:
-    """Return [version, tokens, version, tokens, ...] of the version spans of each sample."""
-    return [[number for span in spans or () for number in (span["version"], span["tokens"])] for spans in rows]
+def spans_of(spans: Sequence[dict[str, int]] | None) -> list[int]:
+    """Return [version, tokens, version, tokens, ...] of a sample's version spans."""
+    numbers = []
+    for span in spans or ():
+        numbers += [span["version"], span["tokens"]]
+    return numbers

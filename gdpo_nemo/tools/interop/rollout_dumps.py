@@ -8,8 +8,9 @@ NeMo-RL, slime and prime-rl record only the sum of the rewards.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -35,10 +36,10 @@ def read_dump(trainer: str, path: Path) -> tuple[list[Group], np.ndarray]:
     """
     if path.is_dir():
         suffix = ".parquet" if trainer == "trl" else ".jsonl"
-        files = sorted((file.name for file in path.glob(f"*{suffix}")), key=lambda name: (len(name), name))
+        last = max(path.glob(f"*{suffix}"), key=lambda file: (len(file.name), file.name), default=None)
         raise ConfigError(
-            f"{path}: is a folder; specify the dump of one step, for example {path / files[-1]}"
-            if files
+            f"{path}: is a folder; specify the dump of one step, for example {last}"
+            if last
             else f"{path}: is a folder without dumps of {trainer} (*{suffix}); specify the dump of one step"
         )
     rows, prompt, completion, own = _read_trl(path) if trainer == "trl" else _read_verl(path)
@@ -48,21 +49,20 @@ def read_dump(trainer: str, path: Path) -> tuple[list[Group], np.ndarray]:
         for name in (prompt, completion):
             if name not in row:
                 raise ConfigError(f"{path}: is not a rollout dump of {trainer} (sample {number} has no {name})")
-    names = [name for name in rows[0] if name not in own and any(_is_number(row.get(name)) for row in rows)]
+    names = [name for name in rows[0] if name not in own and _has_numbers(rows, name)]
     if not names:
         raise ConfigError(f"{path}: contains no rewards by component")
-    members = _groups_of_prompts([str(row[prompt]) for row in rows], by_order=trainer == "trl")
-    groups = [Group(Prompt(f"{index}", _NO_TOKENS, str(rows[m[0]][prompt]), ""), []) for index, m in enumerate(members)]
-    for group, indices in zip(groups, members, strict=True):
+    groups, recorded = [], []
+    for indices in _groups_of_prompts([str(row[prompt]) for row in rows], by_order=trainer == "trl"):
+        group = Group(Prompt(f"{len(groups)}", _NO_TOKENS, str(rows[indices[0]][prompt]), ""), [])
+        groups.append(group)
         for sample_index, index in enumerate(indices):
-            rewards = {name: _number(rows[index], name, f"{path}: sample {index + 1}") for name in names}
-            text = str(rows[index][completion])
-            group.trajectories.append(
-                Trajectory(group.prompt, sample_index, _NO_TOKENS, _NO_TOKENS, 0, text, "stop", rewards)
-            )
-    order = [index for indices in members for index in indices]
-    recorded = [_number(rows[index], "advantage", f"{path}: sample {index + 1}") for index in order]
-    return groups, np.array([np.nan if value is None else value for value in recorded], np.float64)
+            row, where = rows[index], f"{path}: sample {index + 1}"
+            rewards = {name: _number(row, name, where) for name in names}
+            sampled = (_NO_TOKENS, _NO_TOKENS, 0, str(row[completion]), "stop")
+            group.trajectories.append(Trajectory(group.prompt, sample_index, *sampled, rewards))
+            recorded.append(_number(row, "advantage", where))
+    return groups, np.array(recorded, np.float64)  # None becomes NaN
 
 
 def _read_trl(path: Path) -> tuple[list[dict[str, Any]], str, str, Sequence[str]]:
@@ -111,8 +111,8 @@ def _groups_of_prompts(prompts: Sequence[str], by_order: bool) -> list[list[int]
     return list(groups.values())
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float))
+def _has_numbers(rows: Sequence[Mapping[str, object]], name: str) -> bool:
+    return any(isinstance(row.get(name), (int, float)) for row in rows)
 
 
 def _number(row: Mapping[str, object], name: str, where: str) -> float | None:

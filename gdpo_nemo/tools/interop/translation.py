@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Callable, Mapping, Protocol
+from typing import Any, Protocol
 
 import yaml
 
@@ -184,6 +185,27 @@ def _is_written(values: Mapping[str, Any], key: str) -> bool:
 def matches(key: str, pattern: str) -> bool:
     """Return whether a key matches a key or pattern of a rule. Few rules have a pattern, and fnmatch is slow."""
     return key == pattern or ("*" in pattern and fnmatchcase(key, pattern))
+
+
+def expanded(
+    rows: Iterable[tuple[str, Act]], section: str = "", wrap: Callable[[Act], Act] | None = None
+) -> list[tuple[str, Act]]:
+    """Return one rule for each key or pattern. A row may list several keys, separated by spaces.
+
+    Args:
+        section: prefix of all keys, with the dot.
+        wrap: function that restricts each rule, for example to some recipes.
+    """
+    rules = []
+    for keys, act in rows:
+        rule = wrap(act) if wrap else act
+        rules += [(f"{section}{key}", rule) for key in keys.split()]
+    return rules
+
+
+def first_match(rules: Iterable[tuple[str, Act]], key: str) -> Act | None:
+    """Return the first rule whose key or pattern matches, or None."""
+    return next((act for pattern, act in rules if matches(key, pattern)), None)
 
 
 def values_to_write(results: Mapping[str, tuple[Any, RuleResult | None]], findings: Findings) -> dict[str, Any]:

@@ -5,13 +5,14 @@ The run's engines sample, and the run's environments verify, with the settings o
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Mapping, NamedTuple, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -106,19 +107,20 @@ def profile_groups(config: Config, groups: Sequence[Group], repeat: int, samplin
 
     gdpo = config.gdpo
     better = directions(gdpo.rewards, gdpo.constraints, gdpo.schedules)
-    samples = [t for group in groups for t in group.trajectories]
+    samples = _samples_of(groups)
     check_failures(samples, config.rollout.max_env_failure_share)
     columns = reward_columns(samples, config)
     with phase("repeats"):
         again = verify_again(config, samples, repeat, columns)
     rule = {"estimator": load_estimator(gdpo) or gdpo.estimator, "preset": gdpo.preset, "epsilon": gdpo.epsilon}
+    lengths = np.array([t.num_policy_tokens for t in samples])
     try:
         profile = profile_rewards(
             columns,
             np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups]),
             weights=gdpo.rewards,
             valid=np.array([t.trains for t in samples]),
-            lengths=np.array([t.num_policy_tokens for t in samples]),
+            lengths=lengths,
             repeats=again.rewards,
             repeated=again.verified,
             better=better,
@@ -126,18 +128,25 @@ def profile_groups(config: Config, groups: Sequence[Group], repeat: int, samplin
         )
     except ValueError as error:
         raise RunError(f"profile: {error}") from None
-    counted = {name for t in samples for name in t.metrics if "tokens" in name}
+    counted: dict[str, float] = {}
+    for name in sorted(set(chain.from_iterable(t.metrics for t in samples))):
+        if "tokens" in name:
+            counted[name] = float(np.mean([t.metrics.get(name, 0.0) for t in samples]))
     return Measured(
         config,
         profile,
         row_records(groups, columns, gdpo.rewards, better),
         list(groups),
-        float(np.mean([t.num_policy_tokens for t in samples])),
+        float(np.mean(lengths)),
         sampling_s,
         again.seconds,
         again.failed,
-        {name: float(np.mean([t.metrics.get(name, 0.0) for t in samples])) for name in sorted(counted)},
+        counted,
     )
+
+
+def _samples_of(groups: Sequence[Group]) -> list[Trajectory]:
+    return list(chain.from_iterable(group.trajectories for group in groups))
 
 
 class Repeated(NamedTuple):
@@ -175,9 +184,9 @@ def verify_again(
         if environment.has_turns or environment.plays_with_endpoint or not environment.verifies or not rows:
             continue
         chosen = [replace(samples[i], rewards={}, extra={}, metrics={}) for i in rows]
-        measured |= {component for i in rows for component in samples[i].rewards}
+        measured.update(*(samples[i].rewards for i in rows))
         verified[:, rows] = True
-        for number, i in itertools.product(range(repeat), rows):
+        for number, i in product(range(repeat), rows):
             found[number][i] = {}
         first = [t for t in chosen if t.prompt.id == chosen[0].prompt.id]
         for part in _parts(environment, options or {}):
@@ -188,20 +197,34 @@ def verify_again(
                     begin = time.perf_counter()
                     verdicts = pool.verify(chosen)
                     taken = (time.perf_counter() - begin) / len(chosen)
-                components = {component for verdict in verdicts for component in verdict.rewards}
-                measured |= components
-                seconds |= {one: min(taken, seconds.get(one, math.inf)) for one in components}
+                for component in chain.from_iterable(verdict.rewards for verdict in verdicts):
+                    seconds[component] = min(taken, seconds.get(component, math.inf))
                 for i, verdict in zip(rows, verdicts):
                     found[number][i] |= verdict.rewards
                     verified[number, i] &= verdict.outcome is not Outcome.ENV_FAILED
-        for number, i in itertools.product(range(repeat), rows):
+        for number, i in product(range(repeat), rows):
             if not verified[number, i]:  # the rules of gdpo.shaping need rewards, which do not count
                 found[number][i] = dict(samples[i].rewards)
                 failed += 1
-    again = [reward_columns([replace(t, rewards=r) for t, r in zip(samples, rewards)], config) for rewards in found]
-    created = columns.keys() - {name for t in samples for name in t.rewards}  # by rules of gdpo.shaping
-    rewards = {name: np.stack([one[name] for one in again]) for name in columns if name in measured | created and again}
-    return Repeated(rewards, verified, failed, seconds)
+    # Components that no verifier returns are created by rules of gdpo.shaping.
+    measured.update(seconds, columns.keys() - set(chain.from_iterable(t.rewards for t in samples)))
+    return Repeated(_stacked_columns(found, samples, measured, config), verified, failed, seconds)
+
+
+def _stacked_columns(
+    verifications: Sequence[Sequence[dict[str, float | None]]],
+    samples: Sequence[Trajectory],
+    measured: set[str],
+    config: Config,
+) -> dict[str, np.ndarray]:
+    """Return the rewards of the measured components after ``gdpo.shaping``: float64 [verifications, samples]."""
+    found: dict[str, list[np.ndarray]] = {}
+    for rewards in verifications:
+        columns = reward_columns([replace(t, rewards=r) for t, r in zip(samples, rewards)], config)
+        for name, column in columns.items():
+            if name in measured:
+                found.setdefault(name, []).append(column)
+    return {name: np.stack(columns) for name, columns in found.items()}
 
 
 def _parts(environment: Any, options: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -225,29 +248,37 @@ def row_records(
     """
     from gdpo_nemo.tools.profile.reward_profile import passes
 
-    trained = np.array([t.trains for group in groups for t in group.trajectories])
-    present = {name: ~np.isnan(column) & trained for name, column in columns.items()}
-    passed = {name: np.zeros(len(trained), bool) for name, mask in present.items() if mask.any()}
-    for name, row in passed.items():
-        row[present[name]] = passes(columns[name][present[name]], better.get(name, 1))
+    trained = np.array([t.trains for t in _samples_of(groups)])
+    present, passed = {}, {}
+    for name, column in columns.items():
+        present[name] = ~np.isnan(column) & trained
+        passed[name] = np.zeros(len(trained), bool)
+        passed[name][present[name]] = passes(column[present[name]], better.get(name, 1))
     records, start = [], 0
     for group in groups:
         part = slice(start, start := start + len(group.trajectories))
-        having = {name: present[name][part] for name in passed if present[name][part].any()}
-        every = np.ones(len(group.trajectories), bool)
-        for name, mask in having.items():
-            every &= passed[name][part] | ~mask if weights.get(name) else True
-        scored = trained[part] & np.any([mask for name, mask in having.items() if weights.get(name)] or [False], axis=0)
-        values = {name: columns[name][part][mask] for name, mask in having.items()}
+        every, scored = np.ones(len(group.trajectories), bool), np.zeros(len(group.trajectories), bool)
+        pass_rates, means, live = {}, {}, []
+        for name, column in columns.items():
+            mask = present[name][part]
+            if not mask.any():
+                continue
+            pass_rates[name] = float(passed[name][part][mask].mean())
+            means[name] = float(column[part][mask].mean())
+            if np.ptp(column[part][mask]) > 0:
+                live.append(name)
+            if weights.get(name):
+                every &= passed[name][part] | ~mask
+                scored |= mask
         records.append(
             {
                 "id": group.prompt.id,
                 "environment": group.prompt.environment,
                 "samples": int(scored.sum()),
                 "pass_rate": float(every[scored].mean()) if scored.any() else None,
-                "passes": {name: float(passed[name][part][mask].mean()) for name, mask in having.items()},
-                "rewards": {name: float(value.mean()) for name, value in values.items()},
-                "live": [name for name, value in values.items() if np.ptp(value) > 0],
+                "passes": pass_rates,
+                "rewards": means,
+                "live": live,
                 "tokens": float(np.mean([t.num_policy_tokens for t in group.trajectories])),
             }
         )

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import permutations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -132,67 +134,88 @@ def profile_rewards(
     Raises:
         ValueError: if the rewards are invalid, or no sample has a reward.
     """
-    names = list(rewards)
+    names, rule = list(rewards), rule or {}
     better = directions(weights, {}, {}) if better is None else better
     weight = {name: float(weights.get(name, 0.0)) for name in names}
     valid = np.ones(len(group_ids), bool) if valid is None else np.asarray(valid)
     lengths = np.ones(len(group_ids)) if lengths is None else np.asarray(lengths, np.float64)
+    batch = _Batch(rewards, group_ids, valid, lengths)
+    equal = batch.advantages(dict.fromkeys(names, 1.0))
+    components = _components(batch, equal, weight, better, repeats or {}, repeated)
+    correlation = _correlations(equal.components.numpy(), batch.present())
+    findings = _findings(components, correlation, equal.components.numpy())
+    configured = batch.advantages(weight, **rule)
+    effective, undefined = {"config": _effective(configured, group_ids)}, {}
+    for estimator in ESTIMATORS:
+        try:
+            effective[estimator] = batch.effective(weight, estimator=estimator)
+        except ValueError as error:
+            undefined[estimator] = str(error)
+    factor = student_factor(_distinct(group_ids[configured.has_signal.numpy()]))
+    proposals = _propose(components, findings, effective["config"], factor, partial(batch.effective, **rule))
+    conflicts = _by_pair(names, equal.diagnostics.sign_conflicts)
+    groups = _distinct(group_ids[valid])
+    live = _share(1.0 - configured.diagnostics.all_dead, groups)
+    samples, pairs = int(valid.sum()), (_by_pair(names, correlation), conflicts)
+    return RewardProfile(groups, samples, live, components, *pairs, effective, undefined, findings, proposals)
 
-    def compute(weights: Mapping[str, float], columns: Mapping[str, np.ndarray] = rewards, **how: Any) -> Advantages:
-        return compute_advantages(columns, group_ids, weights=weights, valid=valid, lengths=lengths, **how)
 
-    equal = compute(dict.fromkeys(names, 1.0))
-    z = equal.components.numpy()
-    present = np.stack([~np.isnan(rewards[name]) & valid for name in names], axis=1)
-    correlation = _correlations(z, present)
-    diagnostics = equal.diagnostics
-    length = compute({"length": 1.0}, {"length": lengths}).components.numpy()
-    groups = len(np.unique(group_ids[valid]))
+@dataclass(frozen=True)
+class _Batch:
+    """Samples whose advantages are computed by several rules. See `profile_rewards` for the fields."""
+
+    rewards: Mapping[str, np.ndarray]
+    group_ids: np.ndarray
+    valid: np.ndarray
+    lengths: np.ndarray
+
+    def advantages(self, weights: Mapping[str, float], **rule: Any) -> Advantages:
+        """Compute the advantages. ``rule`` are further arguments of `compute_advantages`."""
+        samples = {"valid": self.valid, "lengths": self.lengths}
+        return compute_advantages(self.rewards, self.group_ids, weights=weights, **samples, **rule)
+
+    def effective(self, weights: Mapping[str, float], **rule: Any) -> dict[str, Estimate]:
+        """Return each component's share of the variance of the advantages."""
+        return _effective(self.advantages(weights, **rule), self.group_ids)
+
+    def present(self) -> np.ndarray:
+        """Return which verified samples have each component: bool [samples, components]."""
+        return ~np.isnan(np.stack(list(self.rewards.values()), axis=1)) & self.valid[:, None]
+
+
+def _components(
+    batch: _Batch,
+    equal: Advantages,
+    weight: Mapping[str, float],
+    better: Mapping[str, int],
+    repeats: Mapping[str, np.ndarray],
+    repeated: np.ndarray | None,
+) -> dict[str, ComponentProfile]:
+    """Return the measurements of each component. ``equal`` are the advantages with equal weights."""
+    z, present, found = equal.components.numpy(), batch.present(), equal.diagnostics
+    length = _scores(batch.lengths, batch.group_ids, batch.valid)
     components = {}
-    for k, name in enumerate(names):
-        noise, changed = _noise(rewards[name], (repeats or {}).get(name), valid, repeated, group_ids)
-        having = len(np.unique(group_ids[present[:, k]]))
-        passed = passes(rewards[name][present[:, k]], better.get(name, 1))
-        saturation = float(diagnostics.saturation[k])
+    for k, (name, rewards) in enumerate(batch.rewards.items()):
+        having, sign = present[:, k], better.get(name, 1)
+        noise, changed = _noise(rewards, repeats.get(name), batch.valid, repeated, batch.group_ids)
+        passed = passes(rewards[having], sign)
+        saturation = float(found.saturation[k])
         components[name] = ComponentProfile(
             weight[name],
-            float(diagnostics.mean[k]),
+            float(found.mean[k]),
             float(passed.mean()) if len(passed) else 0.0,
-            _share(1.0 - float(diagnostics.dead_groups[k]), having),
-            saturation if better.get(name, 1) > 0 else 1.0 - saturation,
-            float(diagnostics.missing[k]),
-            float(_correlations(np.column_stack([z[:, k], length[:, 0]]), present[:, [k, k]])[0, 1]),
+            _share(1.0 - float(found.dead_groups[k]), _distinct(batch.group_ids[having])),
+            saturation if sign > 0 else 1.0 - saturation,
+            float(found.missing[k]),
+            float(_correlations(np.column_stack([z[:, k], length]), present[:, [k, k]])[0, 1]),
             noise,
             changed,
         )
-    configured = compute(weight, **(rule or {}))
-    effective = {"config": _effective(configured, group_ids)}
-    undefined = {}
-    for estimator in ESTIMATORS:
-        try:
-            effective[estimator] = _effective(compute(weight, estimator=estimator), group_ids)
-        except ValueError as error:
-            undefined[estimator] = str(error)
-    pairs = {"correlation": correlation, "conflicts": diagnostics.sign_conflicts}
-    findings = _findings(components, correlation, z)
-    live = len(np.unique(group_ids[configured.has_signal.numpy()]))
-    return RewardProfile(
-        groups,
-        int(valid.sum()),
-        _share(1.0 - configured.diagnostics.all_dead, groups),
-        components,
-        **{key: _by_pair(names, matrix) for key, matrix in pairs.items()},
-        effective=effective,
-        undefined=undefined,
-        findings=findings,
-        proposals=_propose(
-            components,
-            findings,
-            effective["config"],
-            student_factor(live),
-            lambda weights: _effective(compute(weights, **(rule or {})), group_ids),
-        ),
-    )
+    return components
+
+
+def _distinct(group_ids: np.ndarray) -> int:
+    return len(np.unique(group_ids))
 
 
 def _share(value: float, count: int) -> Estimate:
@@ -214,7 +237,10 @@ def passes(values: np.ndarray, better: int) -> np.ndarray:
 
 
 def _by_pair(names: list[str], matrix: np.ndarray) -> dict[str, dict[str, float]]:
-    return {a: {b: float(matrix[i, j]) for j, b in enumerate(names) if i != j} for i, a in enumerate(names)}
+    pairs: dict[str, dict[str, float]] = {name: {} for name in names}
+    for (i, a), (j, b) in permutations(enumerate(names), 2):
+        pairs[a][b] = float(matrix[i, j])
+    return pairs
 
 
 def _correlations(z: np.ndarray, present: np.ndarray) -> np.ndarray:
@@ -345,34 +371,38 @@ def _propose(
         factor: standard errors of a share up to which a difference from its target may be chance.
     """
     redundant = {name: _redundant_with(name, findings) for name in components}
-    adapted = [
-        name for name, one in components.items() if one.weight and one.live.value > DEAD_SHARE and one.missing < 1
-    ]
-    target = {
-        name: components[name].weight ** 2
-        * components[name].live.value
-        * (1 - (components[name].noise or 0.0)) ** 2
-        / len(redundant[name])
-        for name in adapted
-    }
+    target = {}
+    for name, one in components.items():
+        if one.weight and one.live.value > DEAD_SHARE and one.missing < 1:
+            target[name] = one.weight**2 * one.live.value * (1 - (one.noise or 0.0)) ** 2 / len(redundant[name])
     sum_of_targets = sum(target.values())
     target = {name: value / sum_of_targets for name, value in target.items()} if sum_of_targets else {}
-    opposed = {name for finding in findings if finding.kind == "opposed" for name in finding.components}
-    off = [
-        name
-        for name, value in target.items()
-        if not abs(now[name].value - value) <= max(_IMBALANCE, factor * now[name].error) and name not in opposed
-    ]
+    opposed: set[str] = set()
+    opposed.update(*(finding.components for finding in findings if finding.kind == "opposed"))
+    off = [name for name, value in target.items() if not _is_near(now[name], value, factor)]
     weights = {name: one.weight for name, one in components.items()}
     if off and not opposed and len(target) > 1:
         weights |= _balanced(weights, target, effective)
     proposals = {}
     for name, one in components.items():
-        if one.weight:
-            reason = _reason(name, one, redundant[name], now[name], target.get(name), name in opposed, factor)
-            same = weights[name] == one.weight
-            proposals[name] = Proposal(weights[name], reason or ("keep" if same else "balances the other changes"))
+        if not one.weight:
+            continue
+        if name not in target:
+            reason = "no weight helps: it has almost no training signal"
+        elif name in opposed:
+            reason = (
+                "no weight resolves the conflict: decide which component takes precedence, for example by a condition"
+            )
+        else:
+            reason = _reason(name, one, redundant[name], now[name], target[name], factor)
+        same = weights[name] == one.weight
+        proposals[name] = Proposal(weights[name], reason or ("keep" if same else "balances the other changes"))
     return proposals
+
+
+def _is_near(share: Estimate, target: float, factor: float) -> bool:
+    """Return whether the difference of a share from its target is small or may be chance."""
+    return abs(share.value - target) <= max(_IMBALANCE, factor * share.error)
 
 
 def _redundant_with(name: str, findings: list[Finding]) -> set[str]:
@@ -397,19 +427,13 @@ def _balanced(weights: Mapping[str, float], target: Mapping[str, float], effecti
     return {name: float(f"{current[name] * factor:.3g}") for name in target}
 
 
-def _reason(
-    name: str, one: ComponentProfile, same: set[str], now: Estimate, target: float | None, opposed: bool, factor: float
-) -> str:
-    """Describe why the weight of a component should change, or why a change would not help."""
+def _reason(name: str, one: ComponentProfile, same: set[str], now: Estimate, target: float, factor: float) -> str:
+    """Describe why the weight of a component should change (empty if it should not)."""
     reasons = []
     if one.noise is not None and one.noise > NOISY_SHARE:
         reasons.append(f"{one.noise:.0%} of its variance is noise")
     if len(same) > 1:
         reasons.append(f"redundant with {', '.join(sorted(same - {name}))}")
-    if target is None:
-        return "no weight helps: it has almost no training signal"
-    if opposed:
-        return "no weight resolves the conflict: decide which component takes precedence, for example by a condition"
     if abs(now.value - target) > max(_IMBALANCE, factor * now.error):
         reasons.append(f"it has {now.value:.0%} of the variance of the advantages instead of {target:.0%}")
     return "; ".join(reasons)

@@ -7,8 +7,9 @@ command continues after an interruption, because ``gdpo-nemo chain`` skips finis
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Sequence
+from typing import TYPE_CHECKING
 
 from gdpo_nemo.commands import chain
 from gdpo_nemo.commands.arguments import Commands, add_verbosity, say
@@ -81,11 +82,12 @@ def run(arguments: argparse.Namespace) -> int:
     task, scale = arguments.task, arguments.scale
     out = Path(arguments.out or f"results/{task}_{scale}")
     arms: dict[str, list[Path]] = {"grpo": [], "gdpo": []}
+    changes = {"train": arguments.train, "held_out": arguments.held_out, "overrides": arguments.overrides}
     planned = []
     for seed in arguments.seeds:
         for arm, folders in arms.items():
             folder = out / f"{arm}_seed{seed}"
-            words = words_of(task, scale, arm, seed, out, arguments.train, arguments.held_out, arguments.overrides)
+            words = words_of(task, scale, arm, seed, out, **changes)
             if arguments.dry_run and not arguments.verbose:
                 planned.append(chain.check_stages(chain.read_stages(words)))
                 chain.check_stage_inputs(planned[-1])
@@ -143,9 +145,10 @@ def words_of(
     arm: str,
     seed: int,
     out: Path,
-    train: str | None,
-    held_out: str | None,
-    overrides: Sequence[str],
+    *,
+    train: str | None = None,
+    held_out: str | None = None,
+    overrides: Sequence[str] = (),
 ) -> list[str]:
     """Return the arguments of ``gdpo-nemo chain`` for one run. Raises ConfigError if an override is invalid."""
     files = [recipe(task, scale)]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 from gdpo_nemo.commands.arguments import Commands, add_config, say
 from gdpo_nemo.config.layout import Layout, Resolved

@@ -166,7 +166,7 @@ class Scenario:
                 raise ValueError(f"{name}: must be at least 1, got {getattr(self, name)}")
         durations = ("train_s", "publish_s", "driver_s", "reply_s", "turn_s")
         for name in (*durations, "prompt_tokens", "max_staleness", "verify_workers"):
-            if not 0 <= getattr(self, name):
+            if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}: must not be negative, got {getattr(self, name)}")
             if getattr(self, name) > _LARGEST:
                 raise ValueError(f"{name}: must be at most {_LARGEST:,}, got {getattr(self, name)}")

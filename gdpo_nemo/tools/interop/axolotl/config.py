@@ -6,10 +6,11 @@ Based on ``utils/schemas`` and ``core/builders`` of axolotl at commit 067b021c.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any
 
 import yaml
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 from gdpo_nemo.config.algorithm_choice import FIELDS, PREFIXES, PROMPT_COLUMNS, is_transform, spec_named
 from gdpo_nemo.data import row_formats

@@ -5,29 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 from gdpo_nemo.tools.interop.axolotl.config import AxolotlConfig
+from gdpo_nemo.tools.interop.shared_rules import BATCH, FILES, GRPO, OPTIMIZER, TRAINING
 from gdpo_nemo.tools.interop.translation import (
     Act,
     RuleResult,
     combined,
+    expanded,
+    first_match,
     fixed,
     idle,
     is_off,
-    matches,
     missing,
     to,
     where,
 )
 
-_OPTIMIZER = "policy.megatron_cfg.optimizer"
 _SCHEDULER = "policy.megatron_cfg.scheduler"
-_BATCH = ("gdpo.num_prompts_per_step", "policy.train_global_batch_size")
 _SAME_ADAM = (
     "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_npu_fused", "paged_adamw_32bit",
     "optimi_adamw", "adamw", "flash_adamw",
 )  # fmt: skip
 _KERNELS = idle("selects kernels; the result is the same up to rounding")
 _MEMORY = idle("affects only memory and device usage; policy.megatron_cfg defines the layout")
-_FILES = idle("affects only files and logs; all output of a run is in run.dir")
+_ENGINES = idle("configures axolotl's vLLM server; this project starts its engines itself")
 _LOADING = idle("affects only how rows are loaded and cached")
 _PACKED = "rows are always packed and never attend to each other, and an update counts rows, not packs"
 
@@ -96,7 +96,8 @@ def _plugins(value: Any, config: AxolotlConfig) -> RuleResult:
     return RuleResult(text="affects only kernels and logs, or is translated by other keys")
 
 
-RULES: list[tuple[str, Act]] = [
+RULES: list[tuple[str, Act]] = expanded([
+    *TRAINING,
     ("base_model", combined("policy.model_name")),
     ("tokenizer_config", to("policy.tokenizer_name")),
     ("rl", combined("algorithm.type", "gdpo.estimator")),
@@ -106,62 +107,38 @@ RULES: list[tuple[str, Act]] = [
     ("test_datasets", combined("data.validation")),
     ("pretraining_dataset", combined("data.train")),
     ("val_set_size", _held_out),
-    ("output_dir", combined("run.dir")),
-    ("seed", to("run.seed")),
     ("sequence_len", combined("policy.max_total_sequence_length")),
-    ("micro_batch_size", combined(*_BATCH)),
-    ("gradient_accumulation_steps", combined(*_BATCH)),
-    ("batch_size", combined(*_BATCH)),
+    ("micro_batch_size batch_size", combined(*BATCH)),
     ("num_epochs", combined("gdpo.max_num_epochs", "gdpo.max_num_steps")),
-    ("max_steps", combined("gdpo.max_num_steps")),
-    ("learning_rate", to(f"{_OPTIMIZER}.lr", float)),
-    ("weight_decay", to(f"{_OPTIMIZER}.weight_decay", float)),
-    ("adam_beta1", to(f"{_OPTIMIZER}.adam_beta1", float)),
-    ("adam_beta2", to(f"{_OPTIMIZER}.adam_beta2", float)),
-    ("adam_epsilon", to(f"{_OPTIMIZER}.adam_eps", float)),
-    ("max_grad_norm", to(f"{_OPTIMIZER}.clip_grad", float)),
     ("optimizer", _optimizer),
     ("optim_*", missing("all weights use the same optimizer; additional arguments are not supported")),
     ("lr_scheduler", combined(f"{_SCHEDULER}.lr_decay_style")),
     ("lr_scheduler_kwargs", combined(_SCHEDULER)),
-    ("cosine_min_lr_ratio", combined(f"{_OPTIMIZER}.min_lr")),
-    ("warmup_*", combined(f"{_SCHEDULER}.lr_warmup_steps")),
-    *((name, idle("applies only to other optimizers"))
-      for name in ("dion_*", "qgalore_*", "adam_beta3", "adam_epsilon2")),
+    ("cosine_min_lr_ratio", combined(f"{OPTIMIZER}.min_lr")),
+    ("dion_* qgalore_* adam_beta3 adam_epsilon2", idle("applies only to other optimizers")),
     ("lr_div_factor", missing("only lr_scheduler defines the learning-rate schedule")),
-    ("*_lr", missing("all weights use the same learning rate")),
-    ("embedding_lr_scale", missing("all weights use the same learning rate")),
-    ("lr_groups", missing("all weights use the same learning rate")),
-    ("loraplus_*", missing("all weights use the same learning rate")),
+    ("*_lr embedding_lr_scale lr_groups loraplus_*", missing("all weights use the same learning rate")),
     ("cosine_constant_lr_ratio", missing("the cosine schedule always spans the whole run", 0)),
     ("lr_quadratic_warmup", missing("the warmup is linear")),
     ("jagged_*", missing("learning-rate restarts are not supported")),
     ("relora*", missing("adapters are not merged during training")),
     ("lisa_*", missing("all layers are trained")),
-    ("bf16", combined("policy.precision")),
-    ("bfloat16", combined("policy.precision")),
-    ("fp16", missing("only bfloat16 and float32 are supported")),
-    ("float16", missing("only bfloat16 and float32 are supported")),
+    ("bfloat16 float32", combined("policy.precision")),
+    ("fp16 float16", missing("only bfloat16 and float32 are supported")),
     ("fp8*", missing("not translated; policy.megatron_cfg.fp8 uses TransformerEngine")),
     ("qat", missing("quantization-aware training is not supported")),
-    ("gptq*", _quantised),
-    ("load_in_*bit", _quantised),
-    ("quantize_moe_experts", _quantised),
-    ("model_quantization_config*", _quantised),
-    ("bnb_config_kwargs", _quantised),
+    ("gptq* load_in_*bit quantize_moe_experts model_quantization_config* bnb_config_kwargs", _quantised),
     ("adapter", combined("policy.lora")),
     ("lora_model_dir", combined("policy.model_name")),
     ("lora_r", combined("policy.lora.rank")),
     ("lora_alpha", combined("policy.lora.alpha")),
     ("lora_dropout", combined("policy.lora.dropout")),
-    ("lora_target_linear", combined("policy.lora.target_modules")),
-    ("lora_target_modules", combined("policy.lora.target_modules")),
+    ("lora_target_linear lora_target_modules", combined("policy.lora.target_modules")),
     ("lora_target_parameters", missing("only linear layers can have adapters")),
     ("lora_modules_to_save", missing("only the adapters are trained")),
     ("lora_*_pattern", missing("all adapters have the same rank and alpha")),
     ("lora_*_kernel", _KERNELS),
-    ("lora_fan_in_fan_out", _MEMORY),
-    ("lora_on_cpu", _MEMORY),
+    ("lora_fan_in_fan_out lora_on_cpu", _MEMORY),
     ("peft_use_rslora", combined("policy.lora.alpha")),
     ("peft_use_dora", missing("DoRA is not supported")),
     ("peft_init_lora_weights", missing("adapter initializations other than PEFT's default are not supported", True)),
@@ -176,19 +153,15 @@ RULES: list[tuple[str, Act]] = [
     ("chat_template_kwargs", combined("data.train.chat_template_kwargs")),
     ("default_system_message", missing("not translated; data.train.system_prompt sets a system message")),
     ("special_tokens", _special_tokens),
-    ("tokens", missing("the tokenizer defines the vocabulary")),
-    ("added_tokens_overrides", missing("the tokenizer defines the vocabulary")),
+    ("tokens added_tokens_overrides", missing("the tokenizer defines the vocabulary")),
     ("eot_tokens", idle("the chat template defines the end of a turn")),
     ("noisy_embedding_alpha", missing("embedding noise is not supported")),
-    ("neftune_noise_alpha", missing("embedding noise is not supported")),
     ("curriculum_sampling", missing("rows are shuffled with the seed", False)),
     ("excess_length_strategy", fixed("drop", "rows that are too long are skipped")),
     ("dataset_exact_deduplication", missing("duplicate rows are not removed")),
-    ("trust_remote_code", missing("models are implemented in Megatron; remote model code is not executed")),
-    *((name, missing("the model's config.json cannot be overridden"))
-      for name in ("model_config", "model_kwargs", "overrides_of_model_*", "rope_scaling", "scaling_softmax*")),
-    ("model_revision", missing("the main revision is loaded", "main")),
-    ("revision_of_model", missing("the main revision is loaded", "main")),
+    ("model_config model_kwargs overrides_of_model_* rope_scaling scaling_softmax*",
+     missing("the model's config.json cannot be overridden")),
+    ("model_revision revision_of_model", missing("the main revision is loaded", "main")),
     ("trainer_cls", missing("axolotl's trainer classes are not executed; algorithm.type accepts a custom class")),
     ("use_pose", missing("position IDs cannot be changed")),
     ("pose_*", idle("applies only with use_pose")),
@@ -196,7 +169,6 @@ RULES: list[tuple[str, Act]] = [
     ("max_prompt_len", missing("sequence_len limits prompt and answer together")),
     ("image_*", missing("only text models are supported")),
     ("role_boundaries", missing("the chat template determines the turns")),
-    ("float32", combined("policy.precision")),
     ("quantization", idle("quantizes the model after training; this project exports it without quantization")),
     ("reinit_weights", missing("weights are always loaded from the model folder")),
     ("use_eaft", missing("all tokens have the same weight")),
@@ -225,120 +197,89 @@ RULES: list[tuple[str, Act]] = [
     ("cpo_alpha", _of_kind(("simpo",), combined("preference.rpo_alpha"))),
     ("kto_desirable_weight", _of_kind(("kto",), to("preference.desirable_weight", float))),
     ("kto_undesirable_weight", _of_kind(("kto",), to("preference.undesirable_weight", float))),
-    ("center_rewards_coefficient",
-     _of_kind(("reward_model",), to("preference.center_rewards_coefficient", float))),
+    ("center_rewards_coefficient", _of_kind(("reward_model",), to("preference.center_rewards_coefficient", float))),
     ("trl.beta", combined("loss_fn.reference_policy_kl_penalty", "preference.beta")),
-    ("trl.num_generations", _of_rl(combined("gdpo.num_generations_per_prompt"))),
-    ("trl.generation_batch_size", _of_rl(combined(*_BATCH))),
-    ("trl.max_completion_length", _of_rl(combined("policy.generation.max_new_tokens"))),
-    ("trl.temperature", _of_rl(combined("policy.generation.temperature"))),
-    ("trl.top_p", _of_rl(combined("policy.generation.top_p"))),
-    ("trl.top_k", _of_rl(combined("policy.generation.top_k"))),
-    ("trl.min_p", _of_rl(missing("only temperature, top_p and top_k can be set for sampling", 0, 0.0))),
-    ("trl.repetition_penalty", _of_rl(fixed(1.0, "a repetition penalty is not supported"))),
-    ("trl.generation_kwargs", _of_rl(missing("not translated; policy.generation.stop_strings sets stop strings"))),
-    ("trl.chat_template_kwargs", _of_rl(combined("data.train.chat_template_kwargs"))),
-    ("trl.reward_funcs", _of_rl(combined("env", "gdpo.rewards"))),
-    ("trl.reward_weights", _of_rl(combined("gdpo.rewards"))),
-    ("trl.reward_processing_classes", _of_rl(missing("each reward model uses the tokenizer in its folder"))),
-    ("trl.rollout_func", _of_rl(combined("rollout.function"))),
-    ("trl.multi_objective_aggregation", _of_rl(combined("gdpo.estimator"))),
-    ("trl.scale_rewards", _of_rl(combined("gdpo.estimator"))),
-    ("trl.loss_type", _of_rl(combined("loss_fn.aggregation", "loss_fn.type"))),
-    ("trl.importance_sampling_level", _of_rl(combined("loss_fn.type"))),
-    ("trl.epsilon", _of_rl(combined("loss_fn.ratio_clip_min"))),
-    ("trl.epsilon_high", _of_rl(combined("loss_fn.ratio_clip_max"))),
-    ("trl.mask_truncated_completions", _of_rl(to("loss_fn.mask_truncated", bool))),
-    ("trl.off_policy_mask_threshold", _of_rl(to("loss_fn.off_policy.sequence_mask_threshold"))),
-    ("trl.vllm_importance_sampling_*", _of_rl(combined("loss_fn.off_policy"))),
-    ("trl.use_bias_correction_kl", _of_rl(combined("loss_fn.reference_policy_kl_gradient"))),
-    ("trl.num_iterations", _of_rl(
-        fixed(1, "set gdpo.num_iterations instead, which multiplies the updates per step, not the number of steps"))),
-    ("trl.sync_ref_model", _of_rl(combined("policy.sync_ref_model"))),
-    ("trl.ref_model_*", _of_rl(combined("policy.sync_ref_model"))),
-    ("trl.use_vllm", _of_rl(combined("cluster.placement"))),
-    ("trl.vllm_mode", _of_rl(combined("cluster.placement"))),
-    ("trl.vllm_guided_decoding_regex", _of_rl(missing("structured output is not supported"))),
-    ("trl.async_prefetch", _of_rl(combined("rollout.max_staleness"))),
-    ("trl.prefetch_depth", _of_rl(combined("rollout.max_staleness"))),
-    ("trl.vllm_sync_interval", _of_rl(combined("rollout.sync_every"))),
-    ("trl.replay_buffer_size", _of_rl(missing("rollout.replay_buffer reuses groups by age, not by reward", 0))),
-    ("trl.reroll_start_fraction", _of_rl(missing("not translated; see gdpo.dynamic_sampling.reroll_after", 1, 1.0))),
-    ("trl.vllm_*", _of_rl(idle("configures axolotl's vLLM server; this project starts its engines itself"))),
+    *expanded([
+        *GRPO,
+        ("num_generations", combined("gdpo.num_generations_per_prompt")),
+        ("max_completion_length", combined("policy.generation.max_new_tokens")),
+        ("temperature", combined("policy.generation.temperature")),
+        ("top_p", combined("policy.generation.top_p")),
+        ("top_k", combined("policy.generation.top_k")),
+        ("min_p", missing("only temperature, top_p and top_k can be set for sampling", 0, 0.0)),
+        ("generation_kwargs", missing("not translated; policy.generation.stop_strings sets stop strings")),
+        ("chat_template_kwargs", combined("data.train.chat_template_kwargs")),
+        ("reward_funcs", combined("env", "gdpo.rewards")),
+        ("reward_processing_classes", missing("each reward model uses the tokenizer in its folder")),
+        ("rollout_func", combined("rollout.function")),
+        ("loss_type", combined("loss_fn.aggregation", "loss_fn.type")),
+        ("mask_truncated_completions", to("loss_fn.mask_truncated", bool)),
+        ("sync_ref_model ref_model_*", combined("policy.sync_ref_model")),
+        ("vllm_mode", combined("cluster.placement")),
+        ("async_prefetch prefetch_depth", combined("rollout.max_staleness")),
+        ("vllm_sync_interval", combined("rollout.sync_every")),
+        ("replay_buffer_size", missing("rollout.replay_buffer reuses groups by age, not by reward", 0)),
+        ("reroll_start_fraction", missing("not translated; see gdpo.dynamic_sampling.reroll_after", 1, 1.0)),
+        ("vllm_*", _ENGINES),
+    ], "trl.", _of_rl),
     ("trl.*", idle("affects only logs, speed, or how engines and workers are started")),
-    ("vllm.gpu_memory_utilization", _of_rl(to("policy.generation.vllm_cfg.gpu_memory_utilization", float))),
-    ("vllm.tensor_parallel_size", _of_rl(to("policy.generation.vllm_cfg.tensor_parallel_size"))),
-    ("vllm.max_model_len", _of_rl(combined("policy.max_total_sequence_length"))),
-    ("vllm.data_parallel_size", _of_rl(combined("policy.generation.engines"))),
-    ("vllm.*", idle("configures axolotl's vLLM server; this project starts its engines itself")),
-    ("ebft.mode", combined("data.train.strided", "env")),
-    ("ebft.stride", _of_strided(combined("data.train.strided"))),
-    ("ebft.context_length", _of_strided(combined("data.train.strided"))),
-    ("ebft.generate_max_len", _of_strided(combined("data.train.strided"))),
-    ("ebft.n_samples_per_prompt", _of_strided(combined("gdpo.num_generations_per_prompt"))),
-    ("ebft.temperature", _of_strided(combined("policy.generation.temperature"))),
-    ("ebft.top_p", _of_strided(combined("policy.generation.top_p"))),
-    ("ebft.alignment_coef", combined("gdpo.rewards")),
-    ("ebft.diversity_coef", combined("gdpo.rewards")),
-    ("ebft.advantage_estimator", _of_strided(combined("gdpo.estimator"))),
-    ("ebft.feature_layers", combined("env")),
-    ("ebft.embed_method", combined("env")),
-    ("ebft.use_whitening", combined("env")),
-    ("ebft.ce_coef", missing("a cross-entropy term for reference answers is not supported", 0, 0.0)),
-    ("ebft.rl_coef", fixed(1.0, "the loss cannot be scaled; adjust the learning rate instead")),
-    ("ebft.adaptive_max_tokens", fixed(False, "max_new_tokens is the same for all prompts")),
-    ("ebft.gt_length_multiplier", idle("applies only with adaptive_max_tokens")),
-    ("ebft.min_completion_prefix", missing("strided mode uses raw text, which has no separate prompt", 0)),
-    ("ebft.*", missing("the environment ebft does not support this option")),
-]  # fmt: skip
+    *expanded([
+        ("gpu_memory_utilization", to("policy.generation.vllm_cfg.gpu_memory_utilization", float)),
+        ("tensor_parallel_size", to("policy.generation.vllm_cfg.tensor_parallel_size")),
+        ("max_model_len", combined("policy.max_total_sequence_length")),
+        ("data_parallel_size", combined("policy.generation.engines")),
+    ], "vllm.", _of_rl),
+    ("vllm.*", _ENGINES),
+    *expanded([
+        ("stride context_length generate_max_len", combined("data.train.strided")),
+        ("n_samples_per_prompt", combined("gdpo.num_generations_per_prompt")),
+        ("temperature", combined("policy.generation.temperature")),
+        ("top_p", combined("policy.generation.top_p")),
+        ("advantage_estimator", combined("gdpo.estimator")),
+    ], "ebft.", _of_strided),
+    *expanded([
+        ("mode", combined("data.train.strided", "env")),
+        ("alignment_coef diversity_coef", combined("gdpo.rewards")),
+        ("feature_layers embed_method use_whitening", combined("env")),
+        ("ce_coef", missing("a cross-entropy term for reference answers is not supported", 0, 0.0)),
+        ("rl_coef", fixed(1.0, "the loss cannot be scaled; adjust the learning rate instead")),
+        ("adaptive_max_tokens", fixed(False, "max_new_tokens is the same for all prompts")),
+        ("gt_length_multiplier", idle("applies only with adaptive_max_tokens")),
+        ("min_completion_prefix", missing("strided mode uses raw text, which has no separate prompt", 0)),
+        ("*", missing("the environment ebft does not support this option")),
+    ], "ebft."),
+    ("wandb_* mlflow_* hf_mlflow_* use_*board comet_* use_comet trackio_* use_trackio swanlab_* use_swanlab *otel* "
+     "logging_steps save* evals_per_epoch eval_* do_*_eval evaluation_strategy hub_* push_* load_best_model_at_end "
+     "metric_for_best_model include_t* greater_is_better resume_from_checkpoint auto_resume* profiler_* "
+     "generate_samples debug num_generation_samples generation_* dynamic_checkpoint strict gradio_* merge_* bench_*",
+     FILES),
+    ("dataset_* datasets_* skip_prepare_dataset shuffle_* dataloader_* hf_use_auth_token streaming* "
+     "num_dataset_shards* remove_unused_columns pretrain* total_num_tokens min_sample_len group_by_length "
+     "sample_packing_* eval_sample_packing pad_to_* max_packed_sequence_len preprocess_* is_preprocess "
+     "total_supervised_tokens axolotl_config_path multipack_* batch_flattening",
+     _LOADING),
+    ("attn_implementation flash_* sdp_* sdpa_* xformers_* flex_* eager_attention sage_* liger_* cut_cross_entropy "
+     "chunked_cross_entropy* use_kernels use_scattermoe use_sonicmoe experts_implementation torch_compile* tf32 "
+     "fused_* tiled_mlp* use_*_kernels s2_attention gemma4_* llama4_* large_head_attention dsv4_* dpo_use_liger_kernel "
+     "dpo_padding_free precompute_ref_log_probs dpo_*logits* dpo_generate_during_eval fp32_norm*",
+     _KERNELS),
+    ("gradient_checkpointing* activation_offloading layer_offloading selective_checkpointing fsdp* deepspeed "
+     "deepcompile ddp* dp_* context_parallel_size sequence_parallel_degree tensor_parallel_size heads_k_stride "
+     "ring_attn_func expert_parallel* local_rank world_size device* gc_* torch_empty_cache_steps max_memory "
+     "gpu_memory_limit low_cpu_mem_usage accelerator_config auto_find_batch_size use_ray ray_* resources_per_worker "
+     "torchdistx_path qlora_sharded_* experimental_* torch_dtype eval_batch_size",
+     _MEMORY),
+    ("model_type tokenizer_type base_model_* cls_model_config tokenizer_* processor_* type_of_model is_*_derived_model "
+     "resize_token_embeddings_to_32x use_onebitllms mean_resizing_embeddings shrink_embeddings embeddings_skip_upcast "
+     "fix_untrained_tokens num_labels",
+     idle("selects model and tokenizer classes, which this project derives from config.json and the tokenizer files")),
+])  # fmt: skip
 """(key or pattern, rule)"""
-
-_GROUPS: list[tuple[Act, tuple[str, ...]]] = [
-    (_FILES, (
-        "wandb_*", "mlflow_*", "hf_mlflow_*", "use_*board", "comet_*", "use_comet", "trackio_*", "use_trackio",
-        "swanlab_*", "use_swanlab", "*otel*", "logging_steps", "save*", "evals_per_epoch", "eval_*", "do_*_eval",
-        "evaluation_strategy", "hub_*", "push_*", "load_best_model_at_end", "metric_for_best_model", "include_t*",
-        "greater_is_better", "resume_from_checkpoint", "auto_resume*", "profiler_*", "generate_samples", "debug",
-        "num_generation_samples", "generation_*", "dynamic_checkpoint", "strict", "gradio_*", "merge_*", "bench_*",
-    )),
-    (_LOADING, (
-        "dataset_*", "datasets_*", "skip_prepare_dataset", "shuffle_*", "dataloader_*", "hf_use_auth_token",
-        "streaming*", "num_dataset_shards*", "remove_unused_columns", "pretrain*", "total_num_tokens", "min_sample_len",
-        "group_by_length", "sample_packing_*", "eval_sample_packing", "pad_to_*", "max_packed_sequence_len",
-        "preprocess_*", "is_preprocess", "total_supervised_tokens", "axolotl_config_path", "multipack_*",
-        "batch_flattening",
-    )),
-    (_KERNELS, (
-        "attn_implementation", "flash_*", "sdp_*", "sdpa_*", "xformers_*", "flex_*", "eager_attention", "sage_*",
-        "liger_*", "cut_cross_entropy", "chunked_cross_entropy*", "use_kernels", "use_scattermoe", "use_sonicmoe",
-        "experts_implementation", "torch_compile*", "tf32", "fused_*", "tiled_mlp*", "use_*_kernels", "s2_attention",
-        "gemma4_*", "llama4_*", "large_head_attention", "dsv4_*", "dpo_use_liger_kernel", "dpo_padding_free",
-        "precompute_ref_log_probs", "dpo_*logits*", "dpo_generate_during_eval", "fp32_norm*",
-    )),
-    (_MEMORY, (
-        "gradient_checkpointing*", "activation_offloading", "layer_offloading", "selective_checkpointing", "fsdp*",
-        "deepspeed", "deepcompile", "ddp*", "dp_*", "context_parallel_size", "sequence_parallel_degree",
-        "tensor_parallel_size", "heads_k_stride", "ring_attn_func", "expert_parallel*", "local_rank", "world_size",
-        "device*", "gc_*", "torch_empty_cache_steps", "max_memory", "gpu_memory_limit", "low_cpu_mem_usage",
-        "accelerator_config", "auto_find_batch_size", "use_ray", "ray_*", "resources_per_worker", "torchdistx_path",
-        "qlora_sharded_*", "experimental_*", "torch_dtype", "eval_batch_size",
-    )),
-    (idle("selects model and tokenizer classes, which this project derives from config.json and the tokenizer files"), (
-        "model_type", "tokenizer_type", "base_model_*", "cls_model_config", "tokenizer_*", "processor_*",
-        "type_of_model", "is_*_derived_model", "resize_token_embeddings_to_32x", "use_onebitllms",
-        "mean_resizing_embeddings", "shrink_embeddings", "embeddings_skip_upcast", "fix_untrained_tokens", "num_labels",
-    )),
-]  # fmt: skip
-"""(rule, keys or patterns) for keys without a matching rule in ``RULES``"""
-PATTERNS = [*(pattern for pattern, _ in RULES), *(pattern for _, patterns in _GROUPS for pattern in patterns)]
-"""All keys and patterns that have a rule."""
 
 
 def result_of(key: str, value: Any, config: AxolotlConfig) -> RuleResult | None:
     """Return the result of the first matching rule, or None if none matches."""
-    act = next((act for pattern, act in RULES if matches(key, pattern)), None)
-    if act is None:
-        act = next((act for act, patterns in _GROUPS if any(matches(key, name) for name in patterns)), None)
+    act = first_match(RULES, key)
     if act is None:
         return RuleResult(text="not set", same=True) if value is None else None
     return act(value, config)

@@ -13,6 +13,7 @@ from gdpo_nemo.tools.interop.translation import (
     Act,
     Findings,
     RuleResult,
+    expanded,
     fixed,
     idle,
     missing,
@@ -126,9 +127,8 @@ _COUNT = _validation(where(
     idle("all validation rows are used")))  # fmt: skip
 _UNRANKED = idle("the most recent checkpoints are retained; losses do not rank checkpoints")
 
-_ROWS: list[tuple[str, Act]] = [
-    ("grpo.val_batches", _COUNT),
-    ("grpo.val_global_batch_size", _COUNT),
+_ROWS: list[tuple[str, Act]] = expanded([
+    ("grpo.val_batches grpo.val_global_batch_size", _COUNT),
     ("grpo.val_micro_batch_size", idle("validation uses the micro-batches of training")),
     ("grpo.only_unmask_final", where(
         lambda r: r.get("grpo.only_unmask_final"), required("data.train.train_on"),
@@ -153,23 +153,22 @@ _ROWS: list[tuple[str, Act]] = [
     ("data.*max_samples", missing("all rows are used; set data.train.split to a slice")),
     ("data.seed", idle("applies to NeMo-RL's random split of rows")),
     ("data.*chat_key", required("data.train.columns")),
-    *((f"data.*{name}", missing("not translated; write a function for data.train.type (docs/trainers.md)"))
-      for name in ("system_key", "system_prompt", "tool_key")),
+    ("data.*system_key data.*system_prompt data.*tool_key",
+     missing("not translated; write a function for data.train.type (docs/trainers.md)")),
     ("data.*use_preserving_dataset", idle("rows are always read without a common schema")),
     *((f"data.*{name}_key", _column(name)) for name in ("prompt", "chosen", "rejected")),
     ("data.val_data_paths*", missing("only one validation dataset is supported")),
-    ("checkpointing.metric_name", _UNRANKED),
-    ("checkpointing.higher_is_better", _UNRANKED),
-    ("checkpointing.keep_top_k", _UNRANKED),
-]  # fmt: skip
+    ("checkpointing.metric_name checkpointing.higher_is_better checkpointing.keep_top_k", _UNRANKED),
+])  # fmt: skip
 
-_PPO: list[tuple[str, Act]] = [
+_PPO: list[tuple[str, Act]] = expanded([
     ("grpo.ppo_epochs", where(
         lambda r: r.get("grpo.ppo_epochs", 1) > 1, required("gdpo.num_iterations"), idle("a step is trained once"))),
     ("grpo.policy_training_start_step", missing("the policy is trained from the first step", 0)),
     ("grpo.adv_estimator.name", fixed("gae", "advantages are estimated with GAE")),
     ("grpo.adv_estimator.gae_gamma", to("ppo.gamma", float)),
-    *((f"grpo.adv_estimator.gae_lambda{part}", required("ppo.lam")) for part in ("", "_policy", "_value")),
+    ("grpo.adv_estimator.gae_lambda grpo.adv_estimator.gae_lambda_policy grpo.adv_estimator.gae_lambda_value",
+     required("ppo.lam")),
     ("grpo.adv_estimator.length_adaptive_alpha", missing("lambda does not depend on the length", 0, 0.0)),
     ("grpo.adv_estimator.normalize_advantages", to("ppo.whiten_advantages")),
     ("grpo.async_grpo.warmup_generation_lead_steps", idle("applies only before policy_training_start_step")),
@@ -177,9 +176,9 @@ _PPO: list[tuple[str, Act]] = [
     ("value_loss_fn.scale", to("ppo.vf_coef", float)),
     ("value_loss_fn.cliprange", _including_null("ppo.cliprange_value")),
     ("value.*", part_of("value", _VALUE_MODEL)),
-]  # fmt: skip
+])  # fmt: skip
 
-_DISTILLATION: list[tuple[str, Act]] = [
+_DISTILLATION: list[tuple[str, Act]] = expanded([
     ("teacher.model_name", to("teacher.model_name")),
     ("teacher.precision", fixed(lambda r: r.get("policy.precision"), "the teacher uses policy.precision")),
     ("teacher.tokenizer.*", idle("the run is refused if the teacher's tokenizer differs from the policy's")),
@@ -188,11 +187,10 @@ _DISTILLATION: list[tuple[str, Act]] = [
     ("teacher*", idle(_TEACHER)),
     ("grpo.num_prompts_per_step", required("gdpo.num_prompts_per_step")),
     ("grpo.num_generations_per_prompt", required("gdpo.num_generations_per_prompt")),
-    ("grpo.topk_logits_k", part_of("loss_fn", _DIVERGENCE)),
-    ("loss_fn.*", part_of("loss_fn", _DIVERGENCE)),
-    *((f"data.train.{name}", missing("applies to off-policy distillation, which is not supported"))
-      for name in ("characters_per_sample", "data_files", "text_key")),
-]  # fmt: skip
+    ("grpo.topk_logits_k loss_fn.*", part_of("loss_fn", _DIVERGENCE)),
+    ("data.train.characters_per_sample data.train.data_files data.train.text_key",
+     missing("applies to off-policy distillation, which is not supported")),
+])  # fmt: skip
 
 RULES: dict[str, list[tuple[str, Act]]] = {
     "grpo": [],

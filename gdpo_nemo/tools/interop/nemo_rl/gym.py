@@ -6,9 +6,10 @@ components are therefore only known with a checkout. NeMo Gym's code is parsed, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any
 
 from gdpo_nemo.config.rollout_checks import TURNS_KEPT
 from gdpo_nemo.environments.nemo_gym.checkout import Instance, Unknown, component_names, config_contents, instances_of

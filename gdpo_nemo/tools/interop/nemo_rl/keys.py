@@ -15,10 +15,11 @@ from gdpo_nemo.tools.interop.nemo_rl.recipe import Recipe
 from gdpo_nemo.tools.interop.translation import (
     Act,
     RuleResult,
+    expanded,
+    first_match,
     fixed,
     gated,
     idle,
-    matches,
     missing,
     required,
     to,
@@ -109,108 +110,104 @@ def _clip(act: Act) -> Act:
     return where(unclipped, idle("no effect: the ratio is not clipped, because it is forced to 1 or disabled"), act)
 
 
-GRPO = [
-    ("grpo.num_prompts_per_step", to("gdpo.num_prompts_per_step")),
-    ("grpo.num_generations_per_prompt", to("gdpo.num_generations_per_prompt")),
-    ("grpo.max_num_steps", required("gdpo.max_num_steps")),
-    ("grpo.max_num_epochs", required("gdpo.max_num_epochs", "gdpo.max_num_steps")),
-    ("grpo.max_rollout_turns", where(
-        uses_gym, idle("NeMo Gym's agents limit their turns"), to("rollout.turns.max_turns"))),
-    ("grpo.normalize_rewards", _of_estimator("normalize_rewards")),
-    ("grpo.use_leave_one_out_baseline", where(
+GRPO = expanded([
+    ("num_prompts_per_step", to("gdpo.num_prompts_per_step")),
+    ("num_generations_per_prompt", to("gdpo.num_generations_per_prompt")),
+    ("max_num_steps", required("gdpo.max_num_steps")),
+    ("max_num_epochs", required("gdpo.max_num_epochs", "gdpo.max_num_steps")),
+    ("max_rollout_turns", where(uses_gym, idle("NeMo Gym's agents limit their turns"), to("rollout.turns.max_turns"))),
+    ("normalize_rewards", _of_estimator("normalize_rewards")),
+    ("use_leave_one_out_baseline", where(
         lambda r: r.get("grpo.use_dynamic_sampling"), required("gdpo.dynamic_sampling.leave_one_out"),
         _of_estimator("use_leave_one_out_baseline"))),
-    ("grpo.adv_estimator.reward_weights", where(
+    ("adv_estimator.reward_weights", where(
         lambda r: r.get("grpo.adv_estimator.name") == "gdpo", required("gdpo.rewards"), idle(
             "applies only to the estimator gdpo"))),
-    ("grpo.adv_estimator.name", required("gdpo.estimator")),
-    ("grpo.adv_estimator.minus_baseline", where(
+    ("adv_estimator.name", required("gdpo.estimator")),
+    ("adv_estimator.minus_baseline", where(
         _reads_groups, idle("applies only to the estimator reinforce_plus_plus"), required("gdpo.estimator"))),
-    *((f"grpo.adv_estimator.{name}", where(_reads_groups, required("gdpo.estimator"), idle(
-        "does not apply to the estimator reinforce_plus_plus")))
-      for name in ("normalize_rewards", "use_leave_one_out_baseline")),
-    ("grpo.adv_estimator", required("gdpo.estimator")),
-    ("grpo.val_period", _validation(to("gdpo.val_period", lambda steps: max(0, steps)))),
-    ("grpo.val_at_start", _validation(to("gdpo.val_at_start"))),
-    ("grpo.val_at_end", idle("the last step is always validated if gdpo.val_period is set")),
-    ("grpo.val_start_at", _validation(missing("validation cannot be delayed to a later step", 0, -1))),
-    ("grpo.max_val_samples", _validation(required("gdpo.val_prompts"))),
-    ("grpo.val_batch_size", _validation(where(
+    ("adv_estimator.normalize_rewards adv_estimator.use_leave_one_out_baseline",
+     where(_reads_groups, required("gdpo.estimator"), idle("does not apply to the estimator reinforce_plus_plus"))),
+    ("adv_estimator", required("gdpo.estimator")),
+    ("val_period", _validation(to("gdpo.val_period", lambda steps: max(0, steps)))),
+    ("val_at_start", _validation(to("gdpo.val_at_start"))),
+    ("val_at_end", idle("the last step is always validated if gdpo.val_period is set")),
+    ("val_start_at", _validation(missing("validation cannot be delayed to a later step", 0, -1))),
+    ("max_val_samples", _validation(required("gdpo.val_prompts"))),
+    ("val_batch_size", _validation(where(
         lambda r: r.get("grpo.max_val_samples"), required("gdpo.val_prompts"), idle("all held-out rows are used")))),
-    ("grpo.val_num_generations_per_prompt", _validation(required("gdpo.val_generations_per_prompt"))),
-    ("grpo.num_val_generations_per_prompt", idle("not a NeMo-RL key; use val_num_generations_per_prompt")),
-    ("grpo.stop_at_validation_*", missing(
+    ("val_num_generations_per_prompt", _validation(required("gdpo.val_generations_per_prompt"))),
+    ("num_val_generations_per_prompt", idle("not a NeMo-RL key; use val_num_generations_per_prompt")),
+    ("stop_at_validation_*", missing(
         "early stopping is not supported; checkpointing.keep_best retains the best checkpoint")),
-    ("grpo.overlong_filtering", to("loss_fn.mask_truncated")),
-    ("grpo.advantage_clip_*", missing("advantage clipping is not supported")),
-    ("grpo.seed", to("run.seed")),
-    ("grpo.use_dynamic_sampling", to("gdpo.dynamic_sampling.enabled")),
-    ("grpo.dynamic_sampling_max_gen_batches", gated(
+    ("overlong_filtering", to("loss_fn.mask_truncated")),
+    ("advantage_clip_*", missing("advantage clipping is not supported")),
+    ("seed", to("run.seed")),
+    ("use_dynamic_sampling", to("gdpo.dynamic_sampling.enabled")),
+    ("dynamic_sampling_max_gen_batches", gated(
         "grpo.use_dynamic_sampling", to(
             "gdpo.dynamic_sampling.max_rounds", note="NeMo-RL then ends the run; this project continues the step"))),
-    ("grpo.batch_multiplier", where(
+    ("batch_multiplier", where(
         lambda r: r.get("grpo.use_dynamic_sampling"), required("gdpo.dynamic_sampling.batch_multiplier"),
         missing("no effect without use_dynamic_sampling; NeMo-RL refuses this combination", 1, 1.0))),
-    ("grpo.dynamic_sampling_oversample_ratio", gated(
+    ("dynamic_sampling_oversample_ratio", gated(
         "grpo.use_dynamic_sampling", missing("a round has num_prompts_per_step x batch_multiplier prompts", 1, 1.0))),
-    ("grpo.zero_variance_prompt_filtering", missing("filtering prompts across epochs is not supported")),
-    ("grpo.reward_shaping.enabled", required("gdpo.shaping")),
-    ("grpo.reward_shaping.stop_properly_penalty_coef", _shaped(required("gdpo.shaping"))),
-    *((f"grpo.reward_shaping.{name}", _shaped(where(
-        lambda r: r.get("grpo.reward_shaping.stop_properly_penalty_coef") is None, required("gdpo.shaping"),
-        idle("NeMo-RL ignores this key if stop_properly_penalty_coef is set"))))
-      for name in ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")),
-    ("grpo.reward_shaping.*", _shaped(missing("not supported; define the penalty in gdpo.shaping"))),
-    ("grpo.reward_shaping", required("gdpo.shaping")),
-    *((f"grpo.reward_scaling.{name}", gated("grpo.reward_scaling.enabled", required("gdpo.shaping")))
-      for name in ("enabled", "source_min", "source_max", "target_min", "target_max")),
-    ("grpo.reward_scaling", required("gdpo.shaping")),
-    ("grpo.seq_logprob_error_threshold", missing(
+    ("zero_variance_prompt_filtering", missing("filtering prompts across epochs is not supported")),
+    ("reward_shaping.enabled", required("gdpo.shaping")),
+    ("reward_shaping.stop_properly_penalty_coef", _shaped(required("gdpo.shaping"))),
+    ("reward_shaping.overlong_buffer_length reward_shaping.overlong_buffer_penalty "
+     "reward_shaping.max_response_length",
+     _shaped(where(lambda r: r.get("grpo.reward_shaping.stop_properly_penalty_coef") is None, required(
+         "gdpo.shaping"), idle("NeMo-RL ignores this key if stop_properly_penalty_coef is set")))),
+    ("reward_shaping.*", _shaped(missing("not supported; define the penalty in gdpo.shaping"))),
+    ("reward_shaping", required("gdpo.shaping")),
+    ("reward_scaling.enabled reward_scaling.source_min reward_scaling.source_max reward_scaling.target_min "
+     "reward_scaling.target_max",
+     gated("grpo.reward_scaling.enabled", required("gdpo.shaping"))),
+    ("reward_scaling", required("gdpo.shaping")),
+    ("seq_logprob_error_threshold", missing(
         "masking by log-prob error is not supported; loss_fn.off_policy can mask by ratio")),
-    ("grpo.*length_penalty*", missing("length penalties are not supported; define one in gdpo.shaping")),
-    ("grpo.*_tool_call*", missing("not translated; define an equivalent reward component")),
-    ("grpo.*malformed_thinking*", missing("not translated; define an equivalent reward component")),
-    ("grpo.*best_at_k*", missing("best-of-k objectives are not supported", 0, 1, 1.0)),
-    ("grpo.*combined_training*", gated("grpo.use_combined_training", missing("combined objectives are not supported"))),
-    ("grpo.skip_reference_policy_logprobs_calculation", idle("the reference model is loaded only if it is used")),
-    ("grpo.calculate_advantages_on_gpu", idle("advantages are computed in float64 on the driver")),
-    ("grpo.deduplicate_multimodal_data", idle("affects only the memory for images")),
-    ("grpo.debug_payload_metrics", idle("used only for diagnostics")),
-    ("grpo.async_grpo.enabled", required("rollout.max_staleness")),
-    ("grpo.async_grpo.max_trajectory_age_steps", gated("grpo.async_grpo.enabled", required("rollout.max_staleness"))),
-    ("grpo.async_grpo.max_generation_failures", idle(
+    ("*length_penalty*", missing("length penalties are not supported; define one in gdpo.shaping")),
+    ("*_tool_call* *malformed_thinking*", missing("not translated; define an equivalent reward component")),
+    ("*best_at_k*", missing("best-of-k objectives are not supported", 0, 1, 1.0)),
+    ("*combined_training*", gated("grpo.use_combined_training", missing("combined objectives are not supported"))),
+    ("skip_reference_policy_logprobs_calculation", idle("the reference model is loaded only if it is used")),
+    ("calculate_advantages_on_gpu", idle("advantages are computed in float64 on the driver")),
+    ("deduplicate_multimodal_data", idle("affects only the memory for images")),
+    ("debug_payload_metrics", idle("used only for diagnostics")),
+    ("async_grpo.enabled", required("rollout.max_staleness")),
+    ("async_grpo.max_trajectory_age_steps", gated("grpo.async_grpo.enabled", required("rollout.max_staleness"))),
+    ("async_grpo.max_generation_failures", idle(
         "rollout.max_env_failure_share limits failed samples; a dead engine is replaced")),
-    ("grpo.async_grpo.in_flight_weight_updates", gated("grpo.async_grpo.enabled", required("rollout.kv"))),
-    ("grpo.async_grpo.recompute_kv_cache_after_weight_updates", gated(
-        "grpo.async_grpo.enabled", required("rollout.kv"))),
-    ("grpo.async_grpo", required("rollout.max_staleness")),
-]  # fmt: skip
+    ("async_grpo.in_flight_weight_updates async_grpo.recompute_kv_cache_after_weight_updates",
+     gated("grpo.async_grpo.enabled", required("rollout.kv"))),
+    ("async_grpo", required("rollout.max_staleness")),
+], "grpo.")  # fmt: skip
 
-LOSS = [
-    ("loss_fn.reference_policy_kl_penalty", _kl(to("loss_fn.reference_policy_kl_penalty"))),
-    ("loss_fn.reference_policy_kl_type", _kl(to("loss_fn.reference_policy_kl_type"))),
-    ("loss_fn.kl_input_clamp_value", _kl(_including_null("loss_fn.kl_input_clamp_value"))),
-    ("loss_fn.kl_output_clamp_value", _kl(_including_null("loss_fn.kl_output_clamp_value"))),
-    ("loss_fn.use_on_policy_kl_approximation", _kl(required("loss_fn.reference_policy_kl_gradient"))),
-    ("loss_fn.use_kl_in_reward", required("loss_fn.reference_policy_kl_penalty")),
-    ("loss_fn.ratio_clip_min", _clip(to("loss_fn.ratio_clip_min"))),
-    ("loss_fn.ratio_clip_max", _clip(to("loss_fn.ratio_clip_max"))),
-    ("loss_fn.ratio_clip_c", _clip(to("loss_fn.ratio_clip_c"))),
-    ("loss_fn.use_cispo", required("loss_fn.type")),
-    ("loss_fn.sequence_level_importance_ratios", required("loss_fn.type")),
-    ("loss_fn.token_level_loss", to("loss_fn.aggregation", lambda on: "token_mean" if on else "sequence_mean")),
-    ("loss_fn.disable_ppo_ratio", where(
+LOSS = expanded([
+    ("reference_policy_kl_penalty", _kl(to("loss_fn.reference_policy_kl_penalty"))),
+    ("reference_policy_kl_type", _kl(to("loss_fn.reference_policy_kl_type"))),
+    ("kl_input_clamp_value", _kl(_including_null("loss_fn.kl_input_clamp_value"))),
+    ("kl_output_clamp_value", _kl(_including_null("loss_fn.kl_output_clamp_value"))),
+    ("use_on_policy_kl_approximation", _kl(required("loss_fn.reference_policy_kl_gradient"))),
+    ("use_kl_in_reward", required("loss_fn.reference_policy_kl_penalty")),
+    ("ratio_clip_min", _clip(to("loss_fn.ratio_clip_min"))),
+    ("ratio_clip_max", _clip(to("loss_fn.ratio_clip_max"))),
+    ("ratio_clip_c", _clip(to("loss_fn.ratio_clip_c"))),
+    ("use_cispo sequence_level_importance_ratios", required("loss_fn.type")),
+    ("token_level_loss", to("loss_fn.aggregation", lambda on: "token_mean" if on else "sequence_mean")),
+    ("disable_ppo_ratio", where(
         lambda r: r.updates == 1, idle("with one update per step the ratio is 1, which gives the REINFORCE gradient"),
         missing("with several updates per step the loss always uses the ratio"))),
-    ("loss_fn.force_on_policy_ratio", where(
+    ("force_on_policy_ratio", where(
         lambda r: r.updates == 1, idle("with one update per step the ratio is always 1"),
         missing("with several updates per step the old log-probs are computed before the first update"))),
-    ("loss_fn.use_importance_sampling_correction", required("loss_fn.off_policy.mode")),
-    ("loss_fn.truncated_importance_sampling_ratio", _truncated(required("loss_fn.off_policy.ratio_max"))),
-    ("loss_fn.truncated_importance_sampling_ratio_min", _truncated(required("loss_fn.off_policy.ratio_min"))),
-    ("loss_fn.truncated_importance_sampling_type", _truncated(required("loss_fn.off_policy.mode"))),
-    ("loss_fn.positive_example_nll_weight", missing("a likelihood term in the loss is not supported", 0, 0.0)),
-]  # fmt: skip
+    ("use_importance_sampling_correction", required("loss_fn.off_policy.mode")),
+    ("truncated_importance_sampling_ratio", _truncated(required("loss_fn.off_policy.ratio_max"))),
+    ("truncated_importance_sampling_ratio_min", _truncated(required("loss_fn.off_policy.ratio_min"))),
+    ("truncated_importance_sampling_type", _truncated(required("loss_fn.off_policy.mode"))),
+    ("positive_example_nll_weight", missing("a likelihood term in the loss is not supported", 0, 0.0)),
+], "loss_fn.")  # fmt: skip
 
 
 def adapted(names: list[str], model_type: str) -> list[str]:
@@ -235,26 +232,25 @@ def _lora_rules(section: str) -> list[tuple[str, Act]]:
     def on(act: Act) -> Act:
         return where(lambda recipe: recipe.lora == section, act, idle("adapters are disabled"))
 
-    return [
-        (f"{section}.enabled", where(lambda r: r.lora in (section, ""), required("policy.lora.rank"),
+    return expanded([
+        ("enabled", where(lambda r: r.lora in (section, ""), required("policy.lora.rank"),
         idle("applies only to the other training backend"))),
-        (f"{section}.dim", on(required("policy.lora.rank"))),
-        (f"{section}.alpha", on(to("policy.lora.alpha", float))),
-        (f"{section}.dropout", on(to("policy.lora.dropout", float))),
-        (f"{section}.dropout_position", on(where(
+        ("dim", on(required("policy.lora.rank"))),
+        ("alpha", on(to("policy.lora.alpha", float))),
+        ("dropout", on(to("policy.lora.dropout", float))),
+        ("dropout_position", on(where(
             lambda r: r.get(f"{section}.dropout"), fixed("pre", "dropout is applied before the adapter"),
             idle("dropout is disabled")))),
-        (f"{section}.target_modules", on(where(
+        ("target_modules", on(where(
             lambda r: not r.megatron and r.get(f"{section}.match_all_linear"),
             idle("no effect: match_all_linear takes precedence"),
             required("policy.lora.target_modules")))),
-        (f"{section}.match_all_linear", on(required("policy.lora.target_modules"))),
-        (f"{section}.exclude_modules", on(missing("all layers in policy.lora.target_modules get adapters"))),
-        (f"{section}.lora_A_init*", on(required("policy.lora.init"))),
-        (f"{section}.lora_B_init*", on(fixed("zero", "the adapter matrix B is initialized to 0"))),
-        (f"{section}.*", on(idle("affects only the implementation of adapters"))),
-        (section, idle("adapters are disabled")),
-    ]  # fmt: skip
+        ("match_all_linear", on(required("policy.lora.target_modules"))),
+        ("exclude_modules", on(missing("all layers in policy.lora.target_modules get adapters"))),
+        ("lora_A_init*", on(required("policy.lora.init"))),
+        ("lora_B_init*", on(fixed("zero", "the adapter matrix B is initialized to 0"))),
+        ("*", on(idle("affects only the implementation of adapters"))),
+    ], f"{section}.") + [(section, idle("adapters are disabled"))]  # fmt: skip
 
 
 _OTHER_TOKENIZER = where(
@@ -263,72 +259,68 @@ _OTHER_TOKENIZER = where(
     to("policy.tokenizer_name"),
 )
 
-POLICY = [
-    ("policy.model_name", to("policy.model_name")),
-    ("policy.tokenizer.name", _OTHER_TOKENIZER),
-    ("policy.tokenizer.chat_template", lambda value, recipe: RuleResult(
+_DTENSOR = "policy.dtensor_cfg"
+POLICY = _lora_rules(f"{_DTENSOR}.lora_cfg") + expanded(variable_rules(_DTENSOR), wrap=_of_dtensor) + expanded([
+    ("model_name", to("policy.model_name")),
+    ("tokenizer.name", _OTHER_TOKENIZER),
+    ("tokenizer.chat_template", lambda value, recipe: RuleResult(
         text="the tokenizer's chat template is used", same=value == "default", matters=value != "default")),
-    ("policy.tokenizer.chat_template_kwargs*", missing("not translated; set data.<split>.chat_template_kwargs")),
-    ("policy.tokenizer.use_fastokens", idle("does not affect the tokens of a text")),
-    ("policy.tokenizer.video*", idle("only text models are supported")),
-    ("policy.hf_config_overrides.router_aux_loss_coef", fixed(0, "a load-balancing loss is not supported")),
-    ("policy.hf_config_overrides*", missing("the model's config.json defines the architecture")),
-    ("policy.train_global_batch_size", to("policy.train_global_batch_size")),
-    ("policy.train_micro_batch_size", where(
+    ("tokenizer.chat_template_kwargs*", missing("not translated; set data.<split>.chat_template_kwargs")),
+    ("tokenizer.use_fastokens", idle("does not affect the tokens of a text")),
+    ("tokenizer.video*", idle("only text models are supported")),
+    ("hf_config_overrides.router_aux_loss_coef", fixed(0, "a load-balancing loss is not supported")),
+    ("hf_config_overrides*", missing("the model's config.json defines the architecture")),
+    ("train_global_batch_size", to("policy.train_global_batch_size")),
+    ("train_micro_batch_size", where(
         lambda r: r.packed_tokens, idle("no effect: train_mb_tokens takes precedence"),
         required("policy.micro_batch_tokens"))),
-    ("policy.sequence_packing.enabled", idle("packing is always enabled and does not change the gradient")),
-    ("policy.*.train_mb_tokens", idle(
+    ("sequence_packing.enabled", idle("packing is always enabled and does not change the gradient")),
+    ("*.train_mb_tokens", idle(
         "policy.micro_batch_tokens bounds a micro-batch, whose size does not change the gradient")),
-    ("policy.sequence_packing.*", idle("affects only how sequences are assigned to packs")),
-    ("policy.dynamic_batching.*", idle("sequences are always packed, which does not change the gradient")),
-    ("policy.logprob_batch_size", idle("log-probs are computed in the same micro-batches as training")),
-    ("policy.generation_batch_size", idle("vLLM schedules batches (policy.generation.vllm_cfg.max_num_seqs)")),
-    ("policy.logprob_chunk_size", idle("log-probs are always computed in chunks")),
-    ("policy.make_sequence_length_divisible_by", idle("the parallel layout determines the padding")),
-    ("policy.offload_optimizer_for_logprob", idle("affects only memory")),
-    ("policy.max_total_sequence_length", to("policy.max_total_sequence_length")),
-    ("policy.precision", to("policy.precision", lambda text: {"bf16": "bfloat16", "fp32": "float32"}.get(text, text))),
-    ("policy.max_grad_norm", where(
+    ("sequence_packing.*", idle("affects only how sequences are assigned to packs")),
+    ("dynamic_batching.*", idle("sequences are always packed, which does not change the gradient")),
+    ("logprob_batch_size", idle("log-probs are computed in the same micro-batches as training")),
+    ("generation_batch_size", idle("vLLM schedules batches (policy.generation.vllm_cfg.max_num_seqs)")),
+    ("logprob_chunk_size", idle("log-probs are always computed in chunks")),
+    ("make_sequence_length_divisible_by", idle("the parallel layout determines the padding")),
+    ("offload_optimizer_for_logprob", idle("affects only memory")),
+    ("max_total_sequence_length", to("policy.max_total_sequence_length")),
+    ("precision", to("policy.precision", lambda text: {"bf16": "bfloat16", "fp32": "float32"}.get(text, text))),
+    ("max_grad_norm", where(
         lambda r: r.megatron, idle("Megatron clips at megatron_cfg.optimizer.clip_grad"),
         required(f"{_MEGATRON}.optimizer.clip_grad"))),
-    ("policy.refit_buffer_size_gb", idle("weights are sent in buckets of weights.bucket_mib")),
-    ("policy.optimizer.name", _of_dtensor(fixed("torch.optim.AdamW", "AdamW"))),
-    ("policy.optimizer.kwargs.lr", _of_dtensor(to(f"{_MEGATRON}.optimizer.lr"))),
-    ("policy.optimizer.kwargs.weight_decay", _of_dtensor(to(
+    ("refit_buffer_size_gb", idle("weights are sent in buckets of weights.bucket_mib")),
+    ("optimizer.name", _of_dtensor(fixed("torch.optim.AdamW", "AdamW"))),
+    ("optimizer.kwargs.lr", _of_dtensor(to(f"{_MEGATRON}.optimizer.lr"))),
+    ("optimizer.kwargs.weight_decay", _of_dtensor(to(
         f"{_MEGATRON}.optimizer.weight_decay", note="only matrices decay; NeMo-RL also decays norms and biases"))),
-    ("policy.optimizer.kwargs.eps", _of_dtensor(to(f"{_MEGATRON}.optimizer.adam_eps"))),
-    ("policy.optimizer.kwargs.betas", _of_dtensor(
+    ("optimizer.kwargs.eps", _of_dtensor(to(f"{_MEGATRON}.optimizer.adam_eps"))),
+    ("optimizer.kwargs.betas", _of_dtensor(
         lambda value, r: RuleResult({f"{_MEGATRON}.optimizer.adam_beta1": value[0],
         f"{_MEGATRON}.optimizer.adam_beta2": value[1]}))),
-    ("policy.optimizer.kwargs.foreach", idle("affects only the implementation of AdamW")),
-    ("policy.optimizer.kwargs.fused", idle("affects only the implementation of AdamW")),
-    ("policy.optimizer.kwargs.*", _of_dtensor(missing("main weights and moments are in float32"))),
-    ("policy.optimizer", _of_dtensor(fixed(None, "only AdamW is supported"))),
-    ("policy.scheduler*", _of_dtensor(required(f"{_MEGATRON}.scheduler"))),
-    ("policy.dtensor_cfg.enabled", idle("training always uses Megatron")),
-    *_lora_rules("policy.dtensor_cfg.lora_cfg"),
-    ("policy.dtensor_cfg.tensor_parallel_size", _of_dtensor(to(f"{_MEGATRON}.tensor_model_parallel_size"))),
-    ("policy.dtensor_cfg.context_parallel_size", _of_dtensor(to(f"{_MEGATRON}.context_parallel_size"))),
-    ("policy.dtensor_cfg.sequence_parallel", _of_dtensor(_sharded("policy.dtensor_cfg", "tensor_parallel_size"))),
-    ("policy.dtensor_cfg.activation_checkpointing", _of_dtensor(to(_RECOMPUTE, lambda on: "full" if on else "none"))),
-    ("policy.dtensor_cfg.expert_parallel_size",
-    _of_dtensor(_of_mixture(to(f"{_MEGATRON}.expert_model_parallel_size")))),
-    ("policy.dtensor_cfg.automodel_kwargs.force_hf", idle("selects the model implementation")),
-    ("policy.dtensor_cfg.automodel_kwargs.freeze_config.freeze_language_model",
+    ("optimizer.kwargs.foreach optimizer.kwargs.fused", idle("affects only the implementation of AdamW")),
+    ("optimizer.kwargs.*", _of_dtensor(missing("main weights and moments are in float32"))),
+    ("optimizer", _of_dtensor(fixed(None, "only AdamW is supported"))),
+    ("scheduler*", _of_dtensor(required(f"{_MEGATRON}.scheduler"))),
+    ("dtensor_cfg.enabled", idle("training always uses Megatron")),
+    ("dtensor_cfg.tensor_parallel_size", _of_dtensor(to(f"{_MEGATRON}.tensor_model_parallel_size"))),
+    ("dtensor_cfg.context_parallel_size", _of_dtensor(to(f"{_MEGATRON}.context_parallel_size"))),
+    ("dtensor_cfg.sequence_parallel", _of_dtensor(_sharded(_DTENSOR, "tensor_parallel_size"))),
+    ("dtensor_cfg.activation_checkpointing", _of_dtensor(to(_RECOMPUTE, lambda on: "full" if on else "none"))),
+    ("dtensor_cfg.expert_parallel_size", _of_dtensor(_of_mixture(to(f"{_MEGATRON}.expert_model_parallel_size")))),
+    ("dtensor_cfg.automodel_kwargs.force_hf", idle("selects the model implementation")),
+    ("dtensor_cfg.automodel_kwargs.freeze_config.freeze_language_model",
      _of_dtensor(missing("all layers are trained"))),
-    *((pattern, _of_dtensor(act)) for pattern, act in variable_rules("policy.dtensor_cfg")),
-    ("policy.dtensor_cfg.*", idle("configures DTensor sharding and computation")),
-    ("policy.router_replay.enabled", _of_mixture(to("policy.router_replay", lambda on: "sampler" if on else False))),
-    ("policy.router_replay.*", _of_mixture(missing("only router_replay.enabled is supported"))),
-    ("policy.draft*", idle(
-        "a draft model only speeds up sampling; it does not change what the policy samples and learns")),
-    ("policy.quant_cfg", missing("quantization-aware training is not supported")),
-    ("policy.quant_*", idle("affects only quantizer calibration")),
-    ("policy.disable_modelopt_layer_spec", idle("affects only how a quantizer is attached")),
-    ("policy.is_vlm", missing("only text models are supported")),
-    ("policy.activation_checkpointing_enabled", idle("not a NeMo-RL key")),
-]  # fmt: skip
+    ("dtensor_cfg.*", idle("configures DTensor sharding and computation")),
+    ("router_replay.enabled", _of_mixture(to("policy.router_replay", lambda on: "sampler" if on else False))),
+    ("router_replay.*", _of_mixture(missing("only router_replay.enabled is supported"))),
+    ("draft*", idle("a draft model only speeds up sampling; it does not change what the policy samples and learns")),
+    ("quant_cfg", missing("quantization-aware training is not supported")),
+    ("quant_*", idle("affects only quantizer calibration")),
+    ("disable_modelopt_layer_spec", idle("affects only how a quantizer is attached")),
+    ("is_vlm", missing("only text models are supported")),
+    ("activation_checkpointing_enabled", idle("not a NeMo-RL key")),
+], "policy.")  # fmt: skip
 
 _SIZES = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
@@ -338,7 +330,6 @@ _SIZES = (
 _OPTIMIZER = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
 _PRECISION_AWARE = f"{_MEGATRON}.optimizer.use_precision_aware_optimizer"
 _FLOAT32 = fixed("float32", "main weights, gradients and moments are in float32")
-_DDP = f"{_MEGATRON}.distributed_data_parallel_config"
 
 
 def _dtype(value: Any) -> str:
@@ -351,97 +342,89 @@ def _sets_dtypes(recipe: Recipe) -> bool:
     return bool(recipe.get(_PRECISION_AWARE)) and not offloaded
 
 
-MEGATRON = [
-    (f"{_MEGATRON}.enabled", idle("training always uses Megatron")),
-    *((f"{_MEGATRON}.{name}", _of_megatron(to(f"{_MEGATRON}.{name}"))) for name in _SIZES),
-    (f"{_MEGATRON}.sequence_parallel", _of_megatron(_sharded(_MEGATRON, "tensor_model_parallel_size"))),
-    (f"{_MEGATRON}.num_layers_in_first_pipeline_stage",
-    _of_megatron(to(f"{_MEGATRON}.num_layers_in_first_pipeline_stage"))),
-    (f"{_MEGATRON}.num_layers_in_last_pipeline_stage",
-    _of_megatron(to(f"{_MEGATRON}.num_layers_in_last_pipeline_stage"))),
-    (f"{_MEGATRON}.pipeline_dtype", _of_megatron(fixed(lambda r: r.get("policy.precision"),
+MEGATRON = _lora_rules(f"{_MEGATRON}.peft") + expanded(variable_rules(_MEGATRON), wrap=_of_megatron) + expanded([
+    ("enabled", idle("training always uses Megatron")),
+    *((name, _of_megatron(to(f"{_MEGATRON}.{name}"))) for name in _SIZES),
+    ("sequence_parallel", _of_megatron(_sharded(_MEGATRON, "tensor_model_parallel_size"))),
+    ("num_layers_in_first_pipeline_stage", _of_megatron(to(f"{_MEGATRON}.num_layers_in_first_pipeline_stage"))),
+    ("num_layers_in_last_pipeline_stage", _of_megatron(to(f"{_MEGATRON}.num_layers_in_last_pipeline_stage"))),
+    ("pipeline_dtype", _of_megatron(fixed(lambda r: r.get("policy.precision"),
         "pipeline stages exchange activations in policy.precision"))),
-    (f"{_MEGATRON}.activation_checkpointing", _of_megatron(required(_RECOMPUTE))),
-    (f"{_MEGATRON}.recompute_granularity", gated(f"{_MEGATRON}.activation_checkpointing", required(_RECOMPUTE))),
-    (f"{_MEGATRON}.recompute_*", idle(
-        "affects only memory; the mode selective recomputes attention, the mode full whole layers")),
-    (f"{_MEGATRON}.empty_unused_memory_level", idle("the allocator's cache is never emptied")),
-    (f"{_MEGATRON}.freeze_moe_router", _of_megatron(_of_mixture(where(
+    ("activation_checkpointing", _of_megatron(required(_RECOMPUTE))),
+    ("recompute_granularity", gated(f"{_MEGATRON}.activation_checkpointing", required(_RECOMPUTE))),
+    ("recompute_*", idle("affects only memory; the mode selective recomputes attention, the mode full whole layers")),
+    ("empty_unused_memory_level", idle("the allocator's cache is never emptied")),
+    ("freeze_moe_router", _of_megatron(_of_mixture(where(
         lambda r: r.lora, idle("adapter training always freezes the routers"), to(f"{_MEGATRON}.freeze_moe_router"))))),
-    (f"{_MEGATRON}.moe_router_dtype", _of_megatron(_of_mixture(to(f"{_MEGATRON}.moe_router_dtype")))),
-    (f"{_MEGATRON}.moe_router_load_balancing_type", _of_megatron(_of_mixture(fixed("none",
+    ("moe_router_dtype", _of_megatron(_of_mixture(to(f"{_MEGATRON}.moe_router_dtype")))),
+    ("moe_router_load_balancing_type", _of_megatron(_of_mixture(fixed("none",
         "a load-balancing loss is not supported")))),
-    (f"{_MEGATRON}.moe_router_bias_update_rate", _of_megatron(_of_mixture(fixed(0.0,
-        "training does not change a router's bias")))),
-    (f"{_MEGATRON}.moe_router_enable_expert_bias", _of_megatron(_of_mixture(where(
+    ("moe_router_bias_update_rate", _of_megatron(_of_mixture(fixed(0.0, "training does not change a router's bias")))),
+    ("moe_router_enable_expert_bias", _of_megatron(_of_mixture(where(
         _has_router_bias, fixed(True, "the model's router has a bias"),
         missing("only models whose family has a router bias have one, and training does not change it"))))),
-    (f"{_MEGATRON}.moe_aux_loss_coeff", _of_megatron(_of_mixture(missing(
-        "a load-balancing loss is not supported", 0, 0.0)))),
-    (f"{_MEGATRON}.moe_*", idle("affects only how MoE layers are computed")),
-    (f"{_MEGATRON}.track_moe_metrics", idle("affects only a metric")),
-    (f"{_MEGATRON}.mtp_loss_scaling_factor",
+    ("moe_aux_loss_coeff", _of_megatron(_of_mixture(missing("a load-balancing loss is not supported", 0, 0.0)))),
+    ("moe_*", idle("affects only how MoE layers are computed")),
+    ("track_moe_metrics", idle("affects only a metric")),
+    ("mtp_loss_scaling_factor",
      _of_megatron(gated(f"{_MEGATRON}.mtp_num_layers", missing("multi-token prediction is not supported", 0, 0.0)))),
-    (f"{_MEGATRON}.mtp_num_layers", _of_megatron(missing("multi-token prediction is not supported", 0))),
-    (f"{_MEGATRON}.mtp_*", gated(f"{_MEGATRON}.mtp_num_layers", missing("multi-token prediction is not supported"))),
-    (f"{_MEGATRON}.freeze_*", _of_megatron(missing("only text models are supported"))),
-    (f"{_MEGATRON}.*_fusion", idle("selects a fused kernel with the same result")),
-    (f"{_MEGATRON}.*linear_ce_fusion*", idle("selects a fused kernel with the same result")),
-    (f"{_MEGATRON}.use_fused_*", idle("selects a fused kernel with the same result")),
-    (f"{_MEGATRON}.fused_*", idle("selects a fused kernel with the same result")),
-    (f"{_MEGATRON}.defer_fp32_logits", idle("log-probs are always computed in float32, from chunks of logits")),
-    (f"{_MEGATRON}.optimizer.optimizer", _of_megatron(fixed("adam", "AdamW"))),
-    *((f"{_MEGATRON}.optimizer.{name}", _of_megatron(to(f"{_MEGATRON}.optimizer.{name}"))) for name in _OPTIMIZER),
-    (f"{_MEGATRON}.optimizer.use_distributed_optimizer", _of_megatron(to(f"{_MEGATRON}.use_distributed_optimizer"))),
-    (f"{_MEGATRON}.optimizer.bf16", _of_megatron(fixed(lambda r: r.get("policy.precision") == "bfloat16",
+    ("mtp_num_layers", _of_megatron(missing("multi-token prediction is not supported", 0))),
+    ("mtp_*", gated(f"{_MEGATRON}.mtp_num_layers", missing("multi-token prediction is not supported"))),
+    ("freeze_*", _of_megatron(missing("only text models are supported"))),
+    ("*_fusion *linear_ce_fusion* use_fused_* fused_*", idle("selects a fused kernel with the same result")),
+    ("defer_fp32_logits", idle("log-probs are always computed in float32, from chunks of logits")),
+    ("optimizer.optimizer", _of_megatron(fixed("adam", "AdamW"))),
+    *((f"optimizer.{name}", _of_megatron(to(f"{_MEGATRON}.optimizer.{name}"))) for name in _OPTIMIZER),
+    ("optimizer.use_distributed_optimizer", _of_megatron(to(f"{_MEGATRON}.use_distributed_optimizer"))),
+    ("optimizer.bf16", _of_megatron(fixed(lambda r: r.get("policy.precision") == "bfloat16",
     "determined by policy.precision"))),
-    (f"{_MEGATRON}.optimizer.fp16", _of_megatron(fixed(False, "float16 is not supported"))),
-    (f"{_MEGATRON}.optimizer.params_dtype", _of_megatron(fixed("float32", "main weights are in float32"))),
-    (f"{_MEGATRON}.optimizer.sgd_momentum", idle("AdamW does not use momentum")),
-    (_PRECISION_AWARE, _of_megatron(where(_sets_dtypes, to(_PRECISION_AWARE), idle("moments are in float32")))),
-    *((f"{_MEGATRON}.optimizer.{name}", _of_megatron(where(
+    ("optimizer.fp16", _of_megatron(fixed(False, "float16 is not supported"))),
+    ("optimizer.params_dtype", _of_megatron(fixed("float32", "main weights are in float32"))),
+    ("optimizer.sgd_momentum", idle("AdamW does not use momentum")),
+    ("optimizer.use_precision_aware_optimizer",
+     _of_megatron(where(_sets_dtypes, to(_PRECISION_AWARE), idle("moments are in float32")))),
+    *((f"optimizer.{name}", _of_megatron(where(
         _sets_dtypes, to(f"{_MEGATRON}.optimizer.{name}", _dtype), _FLOAT32)))
       for name in OPTIMIZER_DTYPES),
-    (f"{_MEGATRON}.optimizer.*_dtype", _of_megatron(_FLOAT32)),
-    (f"{_MEGATRON}.optimizer.optimizer_cpu_offload", _of_megatron(to(f"{_MEGATRON}.optimizer.offload"))),
-    (f"{_MEGATRON}.optimizer.*offload*", idle("the optimizer is offloaded to the host completely or not at all")),
-    (f"{_MEGATRON}.optimizer.overlap_cpu_optimizer_d2h_h2d", idle("affects only speed")),
-    (f"{_MEGATRON}.optimizer.muon_*", gated(f"{_MEGATRON}.optimizer.use_muon", missing("only AdamW is supported"))),
-    (f"{_MEGATRON}.scheduler.*weight_decay", _of_megatron(fixed(
+    ("optimizer.*_dtype", _of_megatron(_FLOAT32)),
+    ("optimizer.optimizer_cpu_offload", _of_megatron(to(f"{_MEGATRON}.optimizer.offload"))),
+    ("optimizer.*offload*", idle("the optimizer is offloaded to the host completely or not at all")),
+    ("optimizer.overlap_cpu_optimizer_d2h_h2d", idle("affects only speed")),
+    ("optimizer.muon_*", gated(f"{_MEGATRON}.optimizer.use_muon", missing("only AdamW is supported"))),
+    ("scheduler.*weight_decay", _of_megatron(fixed(
         lambda r: r.get(f"{_MEGATRON}.optimizer.weight_decay"),
             "weight decay is constant; the optimizer settings define it"))),
-    (f"{_MEGATRON}.scheduler.weight_decay_incr_style", _of_megatron(fixed("constant", "weight decay is constant"))),
-    (f"{_MEGATRON}.scheduler.override_opt_param_scheduler", idle("a resumed run uses the schedule in the config")),
-    *((f"{_MEGATRON}.scheduler.lr_{name}", _of_megatron(required(f"{_MEGATRON}.scheduler")))
-      for name in ("decay_style", "decay_iters", "warmup_iters", "warmup_init")),
-    (f"{_DDP}.overlap_grad_reduce", _of_megatron(required(f"{_MEGATRON}.overlap_grad_reduce"))),
-    (f"{_DDP}.overlap_param_gather", _of_megatron(where(
+    ("scheduler.weight_decay_incr_style", _of_megatron(fixed("constant", "weight decay is constant"))),
+    ("scheduler.override_opt_param_scheduler", idle("a resumed run uses the schedule in the config")),
+    ("scheduler.lr_decay_style scheduler.lr_decay_iters scheduler.lr_warmup_iters scheduler.lr_warmup_init",
+     _of_megatron(required(f"{_MEGATRON}.scheduler"))),
+    ("distributed_data_parallel_config.overlap_grad_reduce",
+     _of_megatron(required(f"{_MEGATRON}.overlap_grad_reduce"))),
+    ("distributed_data_parallel_config.overlap_param_gather", _of_megatron(where(
         lambda r: r.gathers_ahead, required(f"{_MEGATRON}.overlap_param_gather"),
         idle("no effect without overlap_grad_reduce and the distributed optimizer")))),
-    (f"{_DDP}.grad_reduce_in_fp32", idle("gradients are always reduced in float32, which has less rounding error")),
-    (f"{_DDP}.*", idle("affects only how gradients are reduced; the loss is normalized over the whole batch")),
-    *_lora_rules(f"{_MEGATRON}.peft"),
-    (f"{_MEGATRON}.fp8_cfg.enabled", _of_megatron(required(f"{_MEGATRON}.fp8"))),
-    (f"{_MEGATRON}.fp8_cfg.fp8", _fp8(_of_megatron(to(f"{_MEGATRON}.fp8")))),
-    (f"{_MEGATRON}.fp8_cfg.fp8_recipe", _fp8(_of_megatron(to(f"{_MEGATRON}.fp8_recipe")))),
-    (f"{_MEGATRON}.fp8_cfg.fp8_param", _fp8(_of_megatron(missing(
+    ("distributed_data_parallel_config.grad_reduce_in_fp32",
+     idle("gradients are always reduced in float32, which has less rounding error")),
+    ("distributed_data_parallel_config.*",
+     idle("affects only how gradients are reduced; the loss is normalized over the whole batch")),
+    ("fp8_cfg.enabled", _of_megatron(required(f"{_MEGATRON}.fp8"))),
+    ("fp8_cfg.fp8", _fp8(_of_megatron(to(f"{_MEGATRON}.fp8")))),
+    ("fp8_cfg.fp8_recipe", _fp8(_of_megatron(to(f"{_MEGATRON}.fp8_recipe")))),
+    ("fp8_cfg.fp8_param", _fp8(_of_megatron(missing(
         "parameters remain in policy.precision; matrix products use FP8")))),
-    (f"{_MEGATRON}.fp8_cfg*", idle("affects only FP8 kernels")),
-    (f"{_MEGATRON}.num_layers_at_*_in_bf16", gated(f"{_MEGATRON}.first_last_layers_bf16", _fp8(missing(
-        "all layers use FP8")))),
-    (f"{_MEGATRON}.first_last_layers_bf16", _fp8(missing("all layers use FP8"))),
-    *((pattern, _of_megatron(act)) for pattern, act in variable_rules(_MEGATRON)),
-    (f"{_MEGATRON}.force_reconvert_from_hf", idle("weights are always read from the Hugging Face folder")),
-    (f"{_MEGATRON}.model_overrides*", _of_megatron(missing("the model's config.json defines the architecture"))),
-    (f"{_MEGATRON}.converter_type", idle("the model's config.json determines the model family")),
-    (f"{_MEGATRON}.train_iters", idle("NeMo-RL overwrites this key")),
-    (f"{_MEGATRON}.attention_backend", idle("selects the attention kernel")),
-    *((f"{_MEGATRON}.{name}", idle("affects only speed, storage or logs")) for name in (
-        "checkpoint*", "cuda_graph_*", "fine_grained_activation_offloading", "offload_modules",
-        "use_gloo_process_groups",
-        "clear_memory_caches_before_refit", "radio_force_cpe_eval_mode", "gradient_accumulation_fusion",
-        "inference_*", "cp_normalize", "calculate_per_token_loss", "do_not_average_loss", "scale_loss_by_dp_cp_size")),
-]  # fmt: skip
+    ("fp8_cfg*", idle("affects only FP8 kernels")),
+    ("num_layers_at_*_in_bf16", gated(f"{_MEGATRON}.first_last_layers_bf16", _fp8(missing("all layers use FP8")))),
+    ("first_last_layers_bf16", _fp8(missing("all layers use FP8"))),
+    ("force_reconvert_from_hf", idle("weights are always read from the Hugging Face folder")),
+    ("model_overrides*", _of_megatron(missing("the model's config.json defines the architecture"))),
+    ("converter_type", idle("the model's config.json determines the model family")),
+    ("train_iters", idle("NeMo-RL overwrites this key")),
+    ("attention_backend", idle("selects the attention kernel")),
+    ("checkpoint* cuda_graph_* fine_grained_activation_offloading offload_modules use_gloo_process_groups "
+     "clear_memory_caches_before_refit radio_force_cpe_eval_mode gradient_accumulation_fusion inference_* cp_normalize "
+     "calculate_per_token_loss do_not_average_loss scale_loss_by_dp_cp_size",
+     idle("affects only speed, storage or logs")),
+], f"{_MEGATRON}.")  # fmt: skip
 
 RULES: list[tuple[str, Act]] = [*GRPO, *LOSS, *MEGATRON, *GENERATION, *POLICY, *DATA, *REST]
 """(key or pattern, rule)"""
@@ -449,5 +432,5 @@ RULES: list[tuple[str, Act]] = [*GRPO, *LOSS, *MEGATRON, *GENERATION, *POLICY, *
 
 def result_of(key: str, value: Any, recipe: Recipe) -> RuleResult | None:
     """Return the result of the first matching rule, or None if none matches."""
-    rules = chain(algorithms.RULES[recipe.section], RULES)
-    return next((act(value, recipe) for pattern, act in rules if matches(key, pattern)), None)
+    act = first_match(chain(algorithms.RULES[recipe.section], RULES), key)
+    return act and act(value, recipe)

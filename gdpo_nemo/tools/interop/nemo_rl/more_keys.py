@@ -7,7 +7,18 @@ from typing import Any
 from gdpo_nemo.tools.interop.nemo_rl.datasets import ENVIRONMENTS, env_name, reads
 from gdpo_nemo.tools.interop.nemo_rl.gym import uses_gym
 from gdpo_nemo.tools.interop.nemo_rl.recipe import Recipe
-from gdpo_nemo.tools.interop.translation import Act, RuleResult, fixed, gated, idle, missing, required, to, where
+from gdpo_nemo.tools.interop.translation import (
+    Act,
+    RuleResult,
+    expanded,
+    fixed,
+    gated,
+    idle,
+    missing,
+    required,
+    to,
+    where,
+)
 
 _VLLM = "policy.generation.vllm_cfg"
 _END_TOKENS = {
@@ -63,9 +74,9 @@ def _versions(value: Any, recipe: Recipe) -> RuleResult:
 
 
 _HARMLESS_VARIABLES = (
-    "PYTORCH_*", "CUDA_*", "TORCH_CUDA_ARCH_LIST", "NCCL_*", "NRL_REFIT_*", "RAY_*", "VLLM_USE_RAY_*", "VLLM_LOGGING_*",
-    "VLLM_CACHE_ROOT", "HF_*", "OMP_NUM_THREADS",
-)  # fmt: skip
+    "PYTORCH_* CUDA_* TORCH_CUDA_ARCH_LIST NCCL_* NRL_REFIT_* RAY_* VLLM_USE_RAY_* VLLM_LOGGING_* VLLM_CACHE_ROOT HF_* "
+    "OMP_NUM_THREADS"
+)
 """Environment variables that affect only memory, transport, caches and logs."""
 
 
@@ -81,72 +92,63 @@ def variable_rules(section: str) -> list[tuple[str, Act]]:
         selects_kernels,
         idle("applies only to MoE models, and this model is dense"),
     )
-    return [
-        *((f"{section}.env_vars.{name}", idle("affects only speed, memory or logs")) for name in _HARMLESS_VARIABLES),
-        (f"{section}.env_vars.*_MOE_*", of_experts),
-        (f"{section}.env_vars.*", selects_kernels),
-        (f"{section}.env_vars", idle("no environment variables are set")),
-    ]
+    return expanded([
+        (_HARMLESS_VARIABLES, idle("affects only speed, memory or logs")),
+        ("*_MOE_*", of_experts),
+        ("*", selects_kernels),
+    ], f"{section}.env_vars.") + [(f"{section}.env_vars", idle("no environment variables are set"))]  # fmt: skip
 
 
-GENERATION = [
-    *variable_rules(_VLLM),
-    (f"{_VLLM}.http_server_serving_chat_kwargs.tool_parser", where(
+GENERATION = variable_rules(_VLLM) + expanded([
+    ("vllm_cfg.http_server_serving_chat_kwargs.tool_parser", where(
         uses_gym, to("policy.generation.tool_call_parser"), idle("the recipe does not sample over HTTP"))),
-    (f"{_VLLM}.http_server_serving_chat_kwargs.reasoning_parser", where(
+    ("vllm_cfg.http_server_serving_chat_kwargs.reasoning_parser", where(
         uses_gym, to("policy.generation.reasoning_parser"), idle("the recipe does not sample over HTTP"))),
-    ("policy.generation.backend", to("policy.generation.backend")),
-    ("policy.generation.max_new_tokens", required("policy.generation.max_new_tokens")),
-    ("policy.generation.temperature", to("policy.generation.temperature")),
-    ("policy.generation.top_p", to("policy.generation.top_p")),
-    ("policy.generation.top_k", to("policy.generation.top_k")),
-    ("policy.generation.stop_strings", to("policy.generation.stop_strings")),
-    ("policy.generation.stop_token_ids", _ends),
-    ("policy.generation.val_temperature", where(
-        lambda r: r.validates, required("gdpo.val_temperature"), idle("the recipe has no held-out data"))),
-    *((f"policy.generation.{name}", where(
-        lambda r: r.validates, required(f"gdpo.{name}"), idle("the recipe has no held-out data")))
-      for name in ("val_top_p", "val_top_k")),
-    (f"{_VLLM}.tensor_parallel_size", to(f"{_VLLM}.tensor_parallel_size")),
-    (f"{_VLLM}.pipeline_parallel_size", missing(
+    ("backend", to("policy.generation.backend")),
+    ("max_new_tokens", required("policy.generation.max_new_tokens")),
+    ("temperature", to("policy.generation.temperature")),
+    ("top_p", to("policy.generation.top_p")),
+    ("top_k", to("policy.generation.top_k")),
+    ("stop_strings", to("policy.generation.stop_strings")),
+    ("stop_token_ids", _ends),
+    *((name, where(lambda r: r.validates, required(f"gdpo.{name}"), idle("the recipe has no held-out data")))
+      for name in ("val_temperature", "val_top_p", "val_top_k")),
+    ("vllm_cfg.tensor_parallel_size", to(f"{_VLLM}.tensor_parallel_size")),
+    ("vllm_cfg.pipeline_parallel_size", missing(
         "engines do not use pipeline parallelism, so each GPU needs more memory", 1)),
-    (f"{_VLLM}.expert_parallel_size", idle("engines shard experts with tensor parallelism, like other matrices")),
-    (f"{_VLLM}.gpu_memory_utilization", to(f"{_VLLM}.gpu_memory_utilization")),
-    (f"{_VLLM}.max_model_len", fixed(
+    ("vllm_cfg.expert_parallel_size", idle("engines shard experts with tensor parallelism, like other matrices")),
+    ("vllm_cfg.gpu_memory_utilization", to(f"{_VLLM}.gpu_memory_utilization")),
+    ("vllm_cfg.max_model_len", fixed(
         lambda r: r.get("policy.max_total_sequence_length"),
             "policy.max_total_sequence_length also applies to engines")),
-    (f"{_VLLM}.enforce_eager", to(f"{_VLLM}.enforce_eager")),
-    (f"{_VLLM}.precision", fixed(lambda r: r.get("policy.precision"), "engines use policy.precision")),
-    (f"{_VLLM}.kv_cache_dtype", missing("the KV cache is in policy.precision", "auto", "bfloat16")),
-    (f"{_VLLM}.logprobs_mode", fixed("processed_logprobs", "log-probs are always those of the sampling distribution")),
-    (f"{_VLLM}.load_format", idle("engines receive their weights from the policy")),
-    (f"{_VLLM}.http_server_serving_chat_kwargs.default_chat_template_kwargs*", where(
+    ("vllm_cfg.enforce_eager", to(f"{_VLLM}.enforce_eager")),
+    ("vllm_cfg.precision", fixed(lambda r: r.get("policy.precision"), "engines use policy.precision")),
+    ("vllm_cfg.kv_cache_dtype", missing("the KV cache is in policy.precision", "auto", "bfloat16")),
+    ("vllm_cfg.logprobs_mode", fixed("processed_logprobs", "log-probs are always those of the sampling distribution")),
+    ("vllm_cfg.load_format", idle("engines receive their weights from the policy")),
+    ("vllm_cfg.http_server_serving_chat_kwargs.default_chat_template_kwargs*", where(
         uses_gym, required("data.train.chat_template_kwargs"), idle("the recipe does not sample over HTTP"))),
-    *((f"{_VLLM}.{name}", idle("affects only speed, weight loading or logs of engines")) for name in (
-        "async_engine", "cap_max_tokens_to_context", "enable_*", "enforce_monotonicity", "expose_http_server", "http_*",
-        "limit_mm_per_prompt*", "max_num_seqs", "*_parser_plugin", "reset_encoder_cache_after_weight_update",
-        "skip_tokenizer_init", "use_deep_gemm", "use_tqdm", "video*", "vllm_metrics_logger_interval",
-        "zmq_refit_server_port", "dbo*", "*_pre_init_*", "distributed_executor_backend")),
-    *((f"{_VLLM}.{name}", where(
-        lambda r: r.get(f"{_VLLM}.precision") == "fp8", idle("applies to FP8, which is reported by precision"),
-        idle("applies only to FP8, which the engines do not use")))
-      for name in ("is_mx", "num_*_layers_in_bf16", "quantization_ignored_layer_kws")),
-    ("policy.generation.vllm_kwargs.max_num_seqs", to(f"{_VLLM}.max_num_seqs")),
-    ("policy.generation.vllm_kwargs.speculative_config*", idle(
-        "speculative decoding changes only the speed, not the distribution")),
-    ("policy.generation.vllm_kwargs.hf_overrides*", missing("the model's config.json defines the architecture")),
-    ("policy.generation.vllm_kwargs.quantization", missing("engines use policy.precision")),
-    ("policy.generation.vllm_kwargs*", idle("affects only how engines run the model")),
-    ("policy.generation.colocated.enabled", idle(
-        "cluster.placement and policy.generation.engines select the GPUs for sampling")),
-    ("policy.generation.colocated.*", idle("policy.generation.engines selects the GPUs for sampling")),
-    ("policy.generation.quant_cfg", missing("engines use policy.precision")),
-    ("policy.generation.real_quant", missing("engines use policy.precision")),
-    ("policy.generation.bad_words", missing("all tokens can be sampled")),
-    *((f"policy.generation.{name}", idle("configures another engine, ports or weight transport")) for name in (
-        "mcore_generation_config*", "dynamo_cfg*", "sglang_*", "trtllm_*", "refit_*", "port_range_*", "real_quant_*",
-        "use_async_rollouts")),
-]  # fmt: skip
+    ("vllm_cfg.async_engine vllm_cfg.cap_max_tokens_to_context vllm_cfg.enable_* vllm_cfg.enforce_monotonicity "
+     "vllm_cfg.expose_http_server vllm_cfg.http_* vllm_cfg.limit_mm_per_prompt* vllm_cfg.max_num_seqs "
+     "vllm_cfg.*_parser_plugin vllm_cfg.reset_encoder_cache_after_weight_update vllm_cfg.skip_tokenizer_init "
+     "vllm_cfg.use_deep_gemm vllm_cfg.use_tqdm vllm_cfg.video* vllm_cfg.vllm_metrics_logger_interval "
+     "vllm_cfg.zmq_refit_server_port vllm_cfg.dbo* vllm_cfg.*_pre_init_* vllm_cfg.distributed_executor_backend",
+     idle("affects only speed, weight loading or logs of engines")),
+    ("vllm_cfg.is_mx vllm_cfg.num_*_layers_in_bf16 vllm_cfg.quantization_ignored_layer_kws",
+     where(lambda r: r.get(f"{_VLLM}.precision") == "fp8", idle("applies to FP8, which is reported by precision"),
+         idle("applies only to FP8, which the engines do not use"))),
+    ("vllm_kwargs.max_num_seqs", to(f"{_VLLM}.max_num_seqs")),
+    ("vllm_kwargs.speculative_config*", idle("speculative decoding changes only the speed, not the distribution")),
+    ("vllm_kwargs.hf_overrides*", missing("the model's config.json defines the architecture")),
+    ("vllm_kwargs.quantization", missing("engines use policy.precision")),
+    ("vllm_kwargs*", idle("affects only how engines run the model")),
+    ("colocated.enabled", idle("cluster.placement and policy.generation.engines select the GPUs for sampling")),
+    ("colocated.*", idle("policy.generation.engines selects the GPUs for sampling")),
+    ("quant_cfg real_quant", missing("engines use policy.precision")),
+    ("bad_words", missing("all tokens can be sampled")),
+    ("mcore_generation_config* dynamo_cfg* sglang_* trtllm_* refit_* port_range_* real_quant_* use_async_rollouts",
+     idle("configures another engine, ports or weight transport")),
+], "policy.generation.")  # fmt: skip
 
 _NOT_READ = idle("NeMo-RL's release or dataset class does not read this key")
 
@@ -183,7 +185,7 @@ def _of_environment(name: str, act: Act) -> Act:
 _VERIFIED = fixed("hf_math_verify", "math-verify compares answers with the reference answer")
 
 
-DATA = [
+DATA = expanded([
     *_flat(required("data.train.path"), "dataset_name", "train_data_path", "train_jsonl_fpath"),
     *_flat(required("data.validation.path"), "val_data_path", "validation_jsonl_fpath"),
     *_flat(required("data.train.split"), "split", "train_split"),
@@ -202,18 +204,15 @@ DATA = [
         _decides, required("env"), idle(
             "converts rows to messages; data.<split>.columns and the environment replace this"))),
     ("data.*env_name", required("env")),
-    ("data.validation.dataset_name", required("data.validation.path")),
-    ("data.validation.data_path", required("data.validation.path")),
+    ("data.validation.dataset_name data.validation.data_path", required("data.validation.path")),
     *_of_dataset("split", required("data.train.split")),
     ("data.default.dataset_name", where(
         lambda r: r.get("data.train.data_path"), idle("data.train.data_path provides the rows"),
         required("data.train.path"))),
-    ("data.*dataset_name", required("data.train.path")),
-    ("data.*data_path", required("data.train.path")),
-    *((f"data.{section}.split_validation_size", where(
-        lambda r: r.held_out, required("data.validation.split"), _NOT_READ)) for section in ("train", "default")),
-    ("data.train.seed", idle(
-        "applies to NeMo-RL's random split of rows; this project holds out the last rows")),
+    ("data.*dataset_name data.*data_path", required("data.train.path")),
+    ("data.train.split_validation_size data.default.split_validation_size",
+     where(lambda r: r.held_out, required("data.validation.split"), _NOT_READ)),
+    ("data.train.seed", idle("applies to NeMo-RL's random split of rows; this project holds out the last rows")),
     ("data.*.split_validation_size", idle("no effect: this section does not define rows to split")),
     *_of_dataset("repeat", required("gdpo.val_generations_per_prompt")),
     *_of_dataset("subset", required("data.train.path")),
@@ -223,16 +222,15 @@ DATA = [
     ("data.*allowed_problem_types", missing("rows are not filtered by problem type")),
     ("data.custom_dataloader", missing(
         "custom data loaders are not supported; use rollout.function to create trajectories")),
-    ("data.num_prompts_per_dataloader", missing("there is only one data loader")),
-    ("data.use_multiple_dataloader", missing("there is only one data loader")),
+    ("data.num_prompts_per_dataloader data.use_multiple_dataloader", missing("there is only one data loader")),
     ("data.train", required("data.train.path")),
     ("data.validation", required("data.validation.path")),
     ("data.default", idle("the section is empty")),
-    *((f"data.{name}", idle("configures NeMo-RL's data loading")) for name in (
-        "num_workers", "*download_dir", "agent_name", "add_system_prompt", "*.video_*")),
-]  # fmt: skip
+    ("data.num_workers data.*download_dir data.agent_name data.add_system_prompt data.*.video_*",
+     idle("configures NeMo-RL's data loading")),
+])  # fmt: skip
 
-REST = [
+REST = expanded([
     ("env.*.num_workers", idle("rollout.env_workers sets the number of verification workers")),
     *((f"env.{name}.math_verify_impl", _of_environment(name, _VERIFIED)) for name in ("math", "math_default")),
     ("env.*.math_verify_impl", idle("applies only to environments that are not used or that compare text")),
@@ -249,8 +247,7 @@ REST = [
     ("env.nemo_gym*", where(uses_gym, required("env"), idle("the recipe does not use NeMo Gym"))),
     *((f"env.{name}.*", _of_environment(name, missing("options of this environment are not supported")))
       for name in ENVIRONMENTS),
-    ("env.*.*", required("env")),
-    ("env", required("env")),
+    ("env.*.* env", required("env")),
     ("logger.tensorboard_enabled", to("logger.tensorboard.enabled")),
     ("logger.wandb_enabled", to("logger.wandb.enabled")),
     ("logger.wandb.project", gated("logger.wandb_enabled", to("logger.wandb.project"))),
@@ -268,8 +265,9 @@ REST = [
     ("checkpointing.save_optimizer", idle("checkpoints always contain the optimizer")),
     ("checkpointing.pretrained_checkpoint", missing("training starts from policy.model_name")),
     ("checkpointing.checkpoint_dir", required("run.dir")),
-    *((f"checkpointing.{name}", idle("controls when and how NeMo-RL saves")) for name in (
-        "checkpoint_must_save_by", "ft_save_period", "model_save_format", "save_consolidated")),
+    ("checkpointing.checkpoint_must_save_by checkpointing.ft_save_period checkpointing.model_save_format "
+     "checkpointing.save_consolidated",
+     idle("controls when and how NeMo-RL saves")),
     ("reward_penalties.token_ids*", idle("applies only to the reward penalties, which are reported separately")),
     ("reward_penalties.*", missing("define each penalty as a reward component")),
     ("on_policy_distillation.*", gated(
@@ -287,4 +285,4 @@ REST = [
     ("data_plane*", idle("configures the transport of trajectories")),
     ("_teachers*", missing("distillation is not supported in a GRPO run")),
     ("sif_dir", idle("a path that other keys refer to")),
-]  # fmt: skip
+])  # fmt: skip

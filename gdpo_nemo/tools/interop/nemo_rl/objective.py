@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 from gdpo_nemo.environments.nemo_gym.checkout import Unknown
 from gdpo_nemo.models.architectures import linear_layers

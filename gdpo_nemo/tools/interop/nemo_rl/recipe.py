@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import os
 import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import Any, Callable, Iterator, Mapping, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -171,8 +172,7 @@ class Recipe:
         if not self.single_controller:
             return 0
         key = "max_lookahead_versions" if self.sampler == "in_order" else "max_staleness_versions"
-        steps = self.get(f"async_rl.sampler.{key}", 1)
-        return steps
+        return self.get(f"async_rl.sampler.{key}", 1)
 
     @property
     def single_controller(self) -> bool:

@@ -7,7 +7,8 @@ release. Releases before 0.6 have one flat section ``data``, and the dataset's c
 
 from __future__ import annotations
 
-from typing import Any, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 MAIN = "main"
 RELEASES = ("0.4", "0.5", "0.6", "0.7", MAIN)
@@ -53,7 +54,7 @@ def release_of(flat: Mapping[str, Any]) -> str:
         return MAIN
     if _SINCE_0_7 & flat.keys():
         return "0.7"
-    return "0.6" if _SINCE_0_6 <= flat.keys() else MAIN
+    return "0.6" if flat.keys() >= _SINCE_0_6 else MAIN
 
 
 def data_settings(flat: Mapping[str, Any], release: str) -> dict[str, Any]:

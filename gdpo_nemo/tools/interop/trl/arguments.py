@@ -5,16 +5,31 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, TypeVar
 
 from gdpo_nemo.utils.errors import ConfigError
 
+Node = TypeVar("Node", bound=ast.AST)
 ARGPARSE = "argparse.Namespace"
 """Name that represents the ``argparse`` namespace in lists of classes."""
 _PARSE = ("parse_args", "parse_args_and_config", "parse_args_into_dataclasses", "parse_known_args")
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
+
+
+def nodes_of(tree: ast.AST, kind: type[Node]) -> Iterator[Node]:
+    """Yield the syntax nodes of a kind."""
+    for node in ast.walk(tree):
+        if isinstance(node, kind):
+            yield node
+
+
+def called_name(call: ast.Call) -> str:
+    """Return the name of the called function or class, without its module."""
+    return ast.unparse(call.func).rpartition(".")[2]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -92,19 +107,20 @@ def declared(tree: ast.Module, value: Callable[[ast.expr], Any], given: Mapping[
         given: values on the command line, by option.
     """
     fields: dict[str, Any] = {}
-    for node in ast.walk(tree):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
-            continue
-        if node.func.attr == "add_argument" and (names := option_names(node)):
-            values = [given[name] for name in names if name in given]
-            fields[names[0]] = values[0] if values else _default(node, value)
+    for call in _added_arguments(tree):
+        if isinstance(call.func, ast.Attribute) and (names := option_names(call)):
+            option = next((name for name in names if name in given), None)
+            fields[names[0]] = _default(call, value) if option is None else given[option]
     return fields
 
 
 def options_of(tree: ast.Module) -> set[str]:
     """Return the names of all ``argparse`` options and fields in a script."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _name(node) == "add_argument"]
-    return {name for call in calls for name in option_names(call)}
+    return set(chain.from_iterable(map(option_names, _added_arguments(tree))))
+
+
+def _added_arguments(tree: ast.Module) -> Iterator[ast.Call]:
+    return (call for call in nodes_of(tree, ast.Call) if called_name(call) == "add_argument")
 
 
 def option_names(call: ast.Call) -> list[str]:
@@ -141,15 +157,11 @@ def parsed_kinds(node: ast.expr, follow: Callable[[str], ast.expr | ast.stmt | N
         return []
     if isinstance(node.func, ast.Name):
         function = follow(node.func.id)
-        calls = _returned(function) if isinstance(function, ast.FunctionDef) else iter(())
-        return next((kinds for call in calls if (kinds := _classes(call, function, follow))), [])
+        for statement in nodes_of(function, ast.Return) if isinstance(function, ast.FunctionDef) else ():
+            if statement.value is not None and (kinds := _classes(statement.value, function, follow)):
+                return kinds
+        return []
     return _classes(node, None, follow)
-
-
-def _returned(function: ast.FunctionDef) -> Iterator[ast.expr]:
-    for node in ast.walk(function):
-        if isinstance(node, ast.Return) and node.value is not None:
-            yield node.value
 
 
 def _classes(node: ast.expr, inside: Any, follow: Callable[[str], ast.expr | ast.stmt | None]) -> list[str]:
@@ -164,11 +176,11 @@ def _classes(node: ast.expr, inside: Any, follow: Callable[[str], ast.expr | ast
         function = follow(maker.func.id)
         if isinstance(function, ast.FunctionDef):
             inside = function
-            made = [n for n in ast.walk(function) if isinstance(n, ast.Call) and _name(n).endswith("Parser")]
+            made = [call for call in nodes_of(function, ast.Call) if called_name(call).endswith("Parser")]
             maker = made[-1] if made else None
-    if not isinstance(maker, ast.Call) or not _name(maker).endswith("Parser"):
+    if not isinstance(maker, ast.Call) or not called_name(maker).endswith("Parser"):
         return []
-    if _name(maker) == "ArgumentParser":
+    if called_name(maker) == "ArgumentParser":
         return [ARGPARSE]
     return _listed(maker, inside)
 
@@ -186,13 +198,9 @@ def _listed(maker: ast.Call, inside: Any) -> list[str]:
     return [ast.unparse(kind).rpartition(".")[2] for kind in elements]
 
 
-def _name(call: ast.Call) -> str:
-    return ast.unparse(call.func).rpartition(".")[2]
-
-
 def _assigned(inside: Any, name: str) -> ast.expr | None:
     """Return the expression that a function assigns to a name."""
-    for statement in ast.walk(inside) if inside is not None else ():
-        if isinstance(statement, ast.Assign) and any(ast.unparse(target) == name for target in statement.targets):
+    for statement in nodes_of(inside, ast.Assign) if inside is not None else ():
+        if name in map(ast.unparse, statement.targets):
             return statement.value
     return None

@@ -8,9 +8,11 @@ command line becomes a namespace with its values.
 from __future__ import annotations
 
 import ast
+import textwrap
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Callable, Sequence
 
+from gdpo_nemo.tools.interop.trl.arguments import called_name, nodes_of
 from gdpo_nemo.tools.interop.trl.names import Parsed, Resolver, stored, used
 from gdpo_nemo.tools.interop.trl.trainers import TRAINERS
 from gdpo_nemo.utils.errors import ConfigError
@@ -48,21 +50,19 @@ class CodeModule:
         """Add the assignment ``name = expression``, preceded by the local statements that the expression needs."""
         expression = self.resolver.constants(expression)
         local, outer = self._local(expression)
-        lines = [*(ast.unparse(statement) for statement in local), f"{name} = {ast.unparse(expression)}"]
-        self._add(lines, outer)
+        self._add([*map(ast.unparse, local), f"{name} = {ast.unparse(expression)}"], outer)
 
     def add_function(self, name: str, expression: ast.expr) -> None:
         """Add a function ``name()`` that evaluates the expression and returns its value."""
         expression = self.resolver.constants(expression)
         local, outer = self._local(expression)
-        body = [line for statement in local for line in ast.unparse(statement).splitlines()]
-        lines = [f"def {name}():", *(f"    {line}" for line in body), f"    return {ast.unparse(expression)}"]
-        self._add(lines, outer)
+        body = "\n".join([*map(ast.unparse, local), f"return {ast.unparse(expression)}"])
+        self._add([f"def {name}():", textwrap.indent(body, "    ", bool)], outer)
 
     def text(self) -> str:
         """Return the source text of the module."""
         kept = self.statements(self._wanted)
-        objects = [line for name in sorted(self._wanted) if (line := self._namespace(name))]
+        objects = list(filter(None, map(self._namespace, sorted(self._wanted))))
         if objects:
             objects.insert(0, "from types import SimpleNamespace")
         future = [s for s in self.resolver.module.body if isinstance(s, ast.ImportFrom) and s.module == "__future__"]
@@ -90,8 +90,8 @@ class CodeModule:
         plain = [self.resolver.constants(s) for s in body]
         local = _dependencies(plain, used(expression), self._is_parsed, expression.lineno)
         self.check(local)
-        outer = used(expression).union(*(used(statement) for statement in local))
-        return local, outer - {name for statement in local for name in _bound(statement) if not _completes(statement)}
+        outer = used(expression).union(*map(used, local))
+        return local, outer.difference(*(_bound(statement) for statement in local if not _completes(statement)))
 
     def statements(self, names: set[str]) -> list[ast.stmt]:
         """Return the script's module-level statements that bind the names, with their dependencies."""
@@ -112,7 +112,7 @@ class CodeModule:
     def check(self, statements: Sequence[ast.stmt]) -> None:
         """Raise ConfigError if the statements would start training or read the command line."""
         for statement in statements:
-            called = {ast.unparse(n.func).rpartition(".")[2] for n in ast.walk(statement) if isinstance(n, ast.Call)}
+            called = set(map(called_name, nodes_of(statement, ast.Call)))
             is_definition = isinstance(statement, DEFINITIONS)
             if called & set(TRAINING) and not is_definition:
                 raise ConfigError(f"the code depends on line {statement.lineno}, which {_reason(called)}")
@@ -143,15 +143,17 @@ def _dependencies(
     kept: set[int] = set()
     needed = {name for name in names if not is_known(name)}
     while True:
-        new = [
-            index
-            for index, statement in enumerate(body)
-            if index not in kept and (before is None or statement.lineno < before) and _bound(statement) & needed
-        ]
+        new: set[int] = set()
+        reads: set[str] = set()
+        for index, statement in enumerate(body):
+            above = before is None or statement.lineno < before
+            if index not in kept and above and _bound(statement) & needed:
+                new.add(index)
+                reads |= used(statement)
         if not new:
             return [body[index] for index in sorted(kept)]
-        kept |= set(new)
-        needed |= {name for index in new for name in used(body[index]) - needed if not is_known(name)}
+        kept |= new
+        needed |= {name for name in reads - needed if not is_known(name)}
 
 
 def _completes(statement: ast.stmt) -> bool:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import ast
 import copy
 import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterator, Mapping, Sequence, TypeVar, cast
+from typing import Any, cast
 
-from gdpo_nemo.tools.interop.trl.arguments import parsed_kinds
+from gdpo_nemo.tools.interop.trl.arguments import Node, called_name, nodes_of, parsed_kinds
 from gdpo_nemo.tools.interop.trl.trainers import PARSED
 from gdpo_nemo.utils.errors import ConfigError
-
-Node = TypeVar("Node", bound=ast.AST)
 
 _SWITCHES = {"get_quantization_config": ("load_in_4bit", "load_in_8bit"), "get_peft_config": ("use_peft",)}
 """TRL function -> fields of ``ModelConfig``. The function returns None unless one of the fields is on."""
@@ -174,23 +173,23 @@ class Resolver:
                 return self.field(owner, node.attr)
         elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
             sides = [self.value(node.left), self.value(node.right)]
-            if not any(isinstance(side, (Unresolved, Parsed)) for side in sides) and bounded(node.op, *sides):
+            if all(map(_is_known, sides)) and bounded(node.op, *sides):
                 return _OPERATIONS[type(node.op)](*sides)
         elif isinstance(node, ast.BoolOp):
             return self._either(node)
         elif isinstance(node, ast.JoinedStr):
             parts = [self.value(p.value if isinstance(p, ast.FormattedValue) else p) for p in node.values]
-            if not any(isinstance(part, (Unresolved, Parsed)) for part in parts):
-                return "".join(str(part) for part in parts)
+            if all(map(_is_known, parts)):
+                return "".join(map(str, parts))
         elif isinstance(node, (ast.List, ast.Tuple)):
-            return [self.value(element) for element in node.elts]
+            return list(map(self.value, node.elts))
         elif isinstance(node, ast.Dict) and all(node.keys):  # ast.Dict marks **other with the key None
             return {self.value(key): self.value(value) for key, value in zip(node.keys, node.values) if key}
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "dict" and not node.args:
             return {keyword.arg: self.value(keyword.value) for keyword in node.keywords}
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in _SWITCHES and node.args:
+        elif isinstance(node, ast.Call) and called_name(node) in _SWITCHES and node.args:
             owner = self.value(node.args[0])
-            switches = _SWITCHES[ast.unparse(node.func).rpartition(".")[2]]
+            switches = _SWITCHES[called_name(node)]
             if isinstance(owner, Parsed) and not any(self.field(owner, switch) for switch in switches):
                 return None
         elif isinstance(node, (ast.Compare, ast.IfExp, ast.UnaryOp, ast.Call, ast.Subscript, ast.ListComp)):
@@ -201,13 +200,13 @@ class Resolver:
         """Evaluate an expression if the values of its operands are known; otherwise return ``Unresolved``."""
         if isinstance(node, ast.IfExp):
             test = self.value(node.test)
-            if isinstance(test, (Unresolved, Parsed)):
+            if not _is_known(test):
                 return Unresolved(ast.unparse(node))
             return self.value(node.body if test else node.orelse)
         if isinstance(node, ast.ListComp):
             return self._repeated(node)
-        parts = [self.value(part) for part in operands(node)]
-        if not parts or any(isinstance(part, (Unresolved, Parsed)) for part in parts):
+        parts = list(map(self.value, operands(node)))
+        if not parts or not all(map(_is_known, parts)):
             return Unresolved(ast.unparse(node))
         found = evaluated(node, parts)
         return Unresolved(ast.unparse(node)) if found is None else found[0]
@@ -229,7 +228,7 @@ class Resolver:
         found: Any = None
         for side in node.values:
             found = self.value(side)
-            if isinstance(found, (Unresolved, Parsed)):
+            if not _is_known(found):
                 return Unresolved(ast.unparse(node))
             if bool(found) is isinstance(node.op, ast.Or):
                 return found
@@ -282,7 +281,7 @@ class Resolver:
             if base not in self._classes:
                 names |= {*PARSED.get(base.removeprefix("trl."), self._arguments.get(base, {}))}
         values = {name: self.field(owner, name) for name in sorted(names)}
-        return {name: value for name, value in values.items() if not isinstance(value, (Unresolved, Parsed))}
+        return {name: value for name, value in values.items() if _is_known(value)}
 
     def _declared(self, kind: str, name: str, otherwise: Any) -> Any:
         """Return the default of a field in a class of the script, or in TRL's class from which it is derived."""
@@ -295,18 +294,22 @@ class Resolver:
 
     def class_fields(self, kind: str) -> set[str]:
         """Return the fields that a class of the script and its base classes in the script declare."""
-        classes = [self._classes[base] for base in self._bases(kind) if base in self._classes]
-        parts = [part for definition in classes for part in definition.body]
-        return {ast.unparse(part.target) for part in parts if isinstance(part, ast.AnnAssign)}
+        return {ast.unparse(part.target) for part in self._annotated(kind)}
 
     def class_defaults(self, kind: str) -> dict[str, Any]:
         """Return the defaults that a class of the script and its base classes in the script declare."""
         found: dict[str, Any] = {}
+        for part in self._annotated(kind):
+            if part.value is not None:
+                found[ast.unparse(part.target)] = self._default(part.value)
+        return found
+
+    def _annotated(self, kind: str) -> Iterator[ast.AnnAssign]:
+        """Yield the fields of a class of the script and its base classes, base classes first."""
         for base in reversed(self._bases(kind)):
             for part in self._classes[base].body if base in self._classes else ():
-                if isinstance(part, ast.AnnAssign) and part.value is not None:
-                    found[ast.unparse(part.target)] = self._default(part.value)
-        return found
+                if isinstance(part, ast.AnnAssign):
+                    yield part
 
     def is_subclass(self, kind: str, base: str) -> bool:
         """Return whether a class is TRL's class ``base`` or is derived from it."""
@@ -320,12 +323,13 @@ class Resolver:
             for base in self._classes[name].bases if name in self._classes else ():
                 text = ast.unparse(base)
                 last = text.rpartition(".")[2]
-                found += [f"trl.{last}" if text.startswith("trl.") else last] if last not in found[1:] else []
+                if last not in found[1:]:
+                    found.append(f"trl.{last}" if text.startswith("trl.") else last)
         return found
 
     def _default(self, value: ast.expr) -> Any:
         """Return the default of a dataclass field, which may be written as ``field(default=...)``."""
-        if isinstance(value, ast.Call) and ast.unparse(value.func).rpartition(".")[2] == "field":
+        if isinstance(value, ast.Call) and called_name(value) == "field":
             inner = {keyword.arg: keyword.value for keyword in value.keywords}
             made = inner.get("default_factory")
             if isinstance(made, ast.Lambda):
@@ -351,6 +355,10 @@ class _Constants(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
+def _is_known(value: Any) -> bool:
+    return not isinstance(value, (Unresolved, Parsed))
+
+
 def _length(node: ast.expr) -> ast.expr | None:
     """Return the argument n of ``range(n)``, or None for other expressions."""
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "range" and len(node.args) == 1:
@@ -365,7 +373,7 @@ def settled(body: Sequence[ast.stmt], resolver: Resolver) -> list[ast.stmt]:
     for statement in flat(body):
         if isinstance(statement, ast.If):
             test = resolver.value(statement.test)
-            if not isinstance(test, (Unresolved, Parsed)):
+            if _is_known(test):
                 found += settled(statement.body if test else statement.orelse, resolver)
                 continue
         if isinstance(statement, ast.With) and not any(item.optional_vars for item in statement.items):
@@ -386,17 +394,17 @@ def flat(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 def is_main_guard(statement: ast.If) -> bool:
     """Return whether an ``if`` statement tests ``__name__``."""
-    return any(isinstance(node, ast.Name) and node.id == "__name__" for node in ast.walk(statement.test))
+    return any(node.id == "__name__" for node in nodes_of(statement.test, ast.Name))
 
 
 def stored(node: ast.AST) -> set[str]:
     """Return all names that a statement or target assigns, including nested statements."""
-    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return {name.id for name in nodes_of(node, ast.Name) if isinstance(name.ctx, ast.Store)}
 
 
 def used(node: ast.AST) -> set[str]:
     """Return the names that a statement or expression reads but does not define itself."""
-    loads = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    loads = {name.id for name in nodes_of(node, ast.Name) if isinstance(name.ctx, ast.Load)}
     inner: set[str] = set()
     for part in ast.walk(node):
         if isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):

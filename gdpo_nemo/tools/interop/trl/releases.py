@@ -5,7 +5,8 @@ The tables describe TRL 0.12 to 1.16. They were read from the source of each rel
 
 from __future__ import annotations
 
-from typing import Any, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 Release = tuple[int, int]
 """Major and minor version of TRL."""
@@ -21,25 +22,15 @@ _TRANSFORMERS = (
 """Fields of transformers 4 that transformers 5 does not have."""
 
 _REFERENCE: dict[str, Release] = {
-    "max_prompt_length": (0, 28),
-    "max_completion_length": (0, 28),
-    "label_pad_token_id": (0, 28),
-    "padding_value": (0, 27),
-    "is_encoder_decoder": (0, 26),
-    "generate_during_eval": (1, 1),
-    "ref_model_init_kwargs": (0, 28),
-    "use_liger_loss": (0, 27),
-    "base_model_attribute_name": (0, 28),
-    "model_adapter_name": (0, 28),
-    "ref_adapter_name": (0, 28),
-}
+    "max_prompt_length": (0, 28), "max_completion_length": (0, 28), "label_pad_token_id": (0, 28),
+    "padding_value": (0, 27), "is_encoder_decoder": (0, 26), "generate_during_eval": (1, 1),
+    "ref_model_init_kwargs": (0, 28), "use_liger_loss": (0, 27), "base_model_attribute_name": (0, 28),
+    "model_adapter_name": (0, 28), "ref_adapter_name": (0, 28),
+}  # fmt: skip
 _SUPERVISED: dict[str, Release] = {
-    "max_seq_length": (0, 19),
-    "dataset_batch_size": (0, 17),
-    "num_of_sequences": (0, 17),
-    "chars_per_token": (0, 17),
+    "max_seq_length": (0, 19), "dataset_batch_size": (0, 17), "num_of_sequences": (0, 17), "chars_per_token": (0, 17),
     "use_liger": (0, 17),
-}
+}  # fmt: skip
 OF_MODEL: dict[str, Any] = {"torch_dtype": None, "trust_remote_code": False}
 """Removed fields of ``ModelConfig`` -> default."""
 OF_SCRIPT: dict[str, Any] = {"gradient_checkpointing_use_reentrant": False}

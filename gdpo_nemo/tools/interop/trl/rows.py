@@ -6,7 +6,18 @@ import ast
 from typing import Any
 
 from gdpo_nemo.algorithms.preference_objectives import PREFERENCES
-from gdpo_nemo.tools.interop.translation import Act, Findings, RuleResult, combined, fixed, idle, missing, to, where
+from gdpo_nemo.tools.interop.translation import (
+    Act,
+    Findings,
+    RuleResult,
+    combined,
+    expanded,
+    fixed,
+    idle,
+    missing,
+    to,
+    where,
+)
 from gdpo_nemo.tools.interop.trl.code_module import CodeModule
 from gdpo_nemo.tools.interop.trl.names import Resolver, Unresolved
 from gdpo_nemo.tools.interop.trl.run import Rows, TrlRun
@@ -26,7 +37,7 @@ def _simpo(act: Act) -> Act:
     return where(lambda run: run.get("loss_type") == "simpo", act, idle("applies only to loss_type simpo"))
 
 
-RULES: list[tuple[str, Act]] = [
+RULES: list[tuple[str, Act]] = expanded([
     ("max_length", combined(_LENGTH)),
     (
         "max_completion_length",
@@ -34,11 +45,8 @@ RULES: list[tuple[str, Act]] = [
     ),
     ("truncation_mode", idle("rows longer than max_length are skipped instead of truncated")),
     ("packing", missing("an update counts rows, not blocks of max_length tokens")),
-    ("packing_strategy", idle("applies only if packing is enabled")),
-    ("eval_packing", idle("applies only if packing is enabled")),
-    ("padding_free", idle("sequences are packed, not padded")),
-    ("padding_value", idle("sequences are packed, not padded")),
-    ("pad_token", idle("sequences are packed, not padded")),
+    ("packing_strategy eval_packing", idle("applies only if packing is enabled")),
+    ("padding_free padding_value pad_token", idle("sequences are packed, not padded")),
     ("eos_token", missing("answers end with the tokenizer's end token")),
     ("chat_template_path", missing("the tokenizer's chat template is used")),
     ("dataset_num_proc", idle("affects only how rows are read")),
@@ -46,8 +54,7 @@ RULES: list[tuple[str, Act]] = [
     ("dataset_kwargs", missing("rows are always tokenized")),
     ("shuffle_dataset", idle("rows are always shuffled")),
     ("train_sampling_strategy", combined("data.train.shuffle")),
-    ("completion_only_loss", combined("data.train.train_on")),
-    ("assistant_only_loss", combined("data.train.train_on")),
+    ("completion_only_loss assistant_only_loss", combined("data.train.train_on")),
     ("activation_offloading", idle("affects only where activations are stored")),
     ("precompute_ref_*", idle("affects only the time at which reference log-probs are computed")),
     ("label_smoothing_factor", missing("label smoothing of the cross-entropy is not supported", 0.0)),
@@ -70,9 +77,7 @@ RULES: list[tuple[str, Act]] = [
     ("is_encoder_decoder", idle("only decoder-only models are supported")),
     ("max_target_length", idle("applies only to encoder-decoder models")),
     ("label_pad_token_id", idle("sequences are packed, not padded")),
-    ("dataset_batch_size", idle("affects only how rows are read")),
-    ("num_of_sequences", idle("affects only how rows are read")),
-    ("chars_per_token", idle("affects only how rows are read")),
+    ("dataset_batch_size num_of_sequences chars_per_token", idle("affects only how rows are read")),
     ("base_model_attribute_name", idle("affects only the kernels of the loss")),
     ("use_*logits_to_keep", idle("affects only the memory of the output layer")),
     ("ref_model_init_kwargs", missing("the reference model uses the policy's settings")),
@@ -81,7 +86,7 @@ RULES: list[tuple[str, Act]] = [
     ("force_use_ref_model", missing("the reference model of adapters is the base model")),
     ("rpo_alpha", to("preference.rpo_alpha", float)),
     ("tools", missing("tools are read from the data")),
-]
+])  # fmt: skip
 """(field or pattern, rule). For all other fields, the rules in ``keys.RULES`` apply."""
 
 

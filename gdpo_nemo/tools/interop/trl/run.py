@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Mapping
+from typing import Any
 
 from gdpo_nemo.config.algorithm_choice import spec_named
 from gdpo_nemo.tools.interop.trl import defaults

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gdpo_nemo.tools.interop.translation import Act, Findings, combined, fixed, idle, missing, to
+from gdpo_nemo.tools.interop.translation import Act, Findings, combined, expanded, fixed, idle, missing, to
 from gdpo_nemo.tools.interop.trl.names import Unresolved
 from gdpo_nemo.tools.interop.trl.run import TrlRun
 
@@ -23,7 +23,7 @@ def characters(completions, **columns):
 '''
 """Content of the reward file for distillation. Distillation does not train on rewards."""
 
-_RLOO: list[tuple[str, Act]] = [
+_RLOO: list[tuple[str, Act]] = expanded([
     ("beta", combined("gdpo.kl_in_reward")),
     ("epsilon", combined("loss_fn.ratio_clip_min")),
     ("epsilon_high", combined("loss_fn.ratio_clip_max")),
@@ -39,8 +39,8 @@ _RLOO: list[tuple[str, Act]] = [
     ("dataset_num_proc", idle("affects only how rows are read")),
     ("local_rollout_forward_batch_size", idle("affects only the batch size of forward passes")),
     ("num_sample_generations", idle("affects only printed samples; rollout.save_samples saves all samples")),
-]
-_DISTILLATION: list[tuple[str, Act]] = [
+])  # fmt: skip
+_DISTILLATION: list[tuple[str, Act]] = expanded([
     ("teacher_model_name_or_path", combined("teacher.model_name")),
     ("teacher_model_revision", missing("a Hub name always refers to the main revision")),
     ("teacher_model_init_kwargs", idle("the teacher uses the policy's precision")),
@@ -52,21 +52,19 @@ _DISTILLATION: list[tuple[str, Act]] = [
     ("use_teacher_server", missing("the teacher runs on the training ranks")),
     ("teacher_model_server_url", idle("the teacher runs on the training ranks")),
     ("seq_kd", missing("answers are not sampled from the teacher")),
-    ("temperature", fixed(1.0, "the teacher is compared with the policy's full distribution")),
-    ("top_p", fixed(1.0, "the teacher is compared with the policy's full distribution")),
+    ("temperature top_p", fixed(1.0, "the teacher is compared with the policy's full distribution")),
     ("top_k", fixed(0, "the teacher is compared with the policy's full distribution")),
     ("max_new_tokens", to("policy.generation.max_new_tokens")),
     ("max_length", combined("policy.max_total_sequence_length")),
     ("num_generations", combined("gdpo.num_generations_per_prompt")),
-    *((name, idle("applies only to training on answers in the data"))
-      for name in ("packing", "packing_strategy", "eval_packing", "padding_free", "completion_only_loss", "loss_type",
-                   "assistant_only_loss", "truncation_mode", "dataset_text_field", "dataset_kwargs", "pad_token",
-                   "dataset_num_proc", "dataset_batch_size", "num_of_sequences", "chars_per_token",
-                   "activation_offloading")),
+    ("packing packing_strategy eval_packing padding_free completion_only_loss loss_type assistant_only_loss "
+     "truncation_mode dataset_text_field dataset_kwargs pad_token dataset_num_proc dataset_batch_size "
+     "num_of_sequences chars_per_token activation_offloading",
+     idle("applies only to training on answers in the data")),
     ("eos_token", missing("answers end with the tokenizer's end token")),
     ("chat_template_path", missing("the tokenizer's chat template is used")),
-]  # fmt: skip
-_PPO: list[tuple[str, Act]] = [
+])  # fmt: skip
+_PPO: list[tuple[str, Act]] = expanded([
     ("num_ppo_epochs", to("gdpo.num_iterations")),
     ("num_mini_batches", combined("policy.train_global_batch_size")),
     ("total_episodes", combined("gdpo.max_num_steps")),
@@ -88,18 +86,15 @@ _PPO: list[tuple[str, Act]] = [
     ("local_rollout_forward_batch_size", idle("affects only the batch size of forward passes")),
     ("num_sample_generations", idle("affects only printed samples; rollout.save_samples saves all samples")),
     ("*_adapter_name", idle("affects only the names of adapters")),
-    ("world_size", idle("the trainer computes this value")),
-    ("num_total_batches", idle("the trainer computes this value")),
-    ("*_batch_size", idle("the trainer computes this value")),
-]
+    ("world_size num_total_batches micro_batch_size local_batch_size batch_size local_mini_batch_size mini_batch_size",
+     idle("the trainer computes this value")),
+])  # fmt: skip
 RULES: dict[str, list[tuple[str, Act]]] = {
     "RLOOTrainer": _RLOO,
     "DistillationTrainer": _DISTILLATION,
     "GKDTrainer": [("shuffle_dataset", idle("rows are always shuffled")), *_DISTILLATION],
-    "PPOTrainer": [(key, act) for key, act in _PPO if key != "*_batch_size"]
-    + [(key, idle("the trainer computes this value")) for key in ("micro_batch_size", "local_batch_size", "batch_size",
-                                                          "local_mini_batch_size", "mini_batch_size")],
-}  # fmt: skip
+    "PPOTrainer": _PPO,
+}
 """Trainer -> rules for its fields. For all other fields, the rules in ``keys.RULES`` apply."""
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any
 
-from gdpo_nemo.tools.interop.trl.arguments import ARGPARSE, check_names, declared, options_of
+from gdpo_nemo.tools.interop.trl.arguments import ARGPARSE, called_name, check_names, declared, nodes_of, options_of
 from gdpo_nemo.tools.interop.trl.code_module import DEFINITIONS, CodeModule
 from gdpo_nemo.tools.interop.trl.defaults import MODEL_CONFIG, SCRIPT_ARGUMENTS
 from gdpo_nemo.tools.interop.trl.names import Names, Parsed, Resolver, Unresolved, is_main_guard, settled, used
@@ -53,9 +54,7 @@ class _Reader:
         self._stem = stem
         self._call, around = _trainer(path, tree)
         functions = [node for node in around if isinstance(node, ast.FunctionDef)]
-        trains_on_import = not functions and not any(
-            isinstance(node, ast.If) and is_main_guard(node) for node in around
-        )
+        guarded = any(isinstance(node, ast.If) and is_main_guard(node) for node in around)
         classes = classes_of(tree, Path(path))
         self._names = _resolver(tree, functions[-1] if functions else None, arguments, classes)
         # Rewards and rows go into separate modules, because the workers that import the rewards do not need the rows.
@@ -64,9 +63,9 @@ class _Reader:
         self._arguments = arguments
         self._code = f"{stem}_rewards.py"
         self._row_code = f"{stem}_rows.py"
-        self._kind = _class_name(self._call)
+        self._kind = called_name(self._call)
         self._check_arguments(tree, classes)
-        self._copies = trains_on_import
+        self._copies = not functions and not guarded  # importing the script would start the training
         self._writes = writes
         self._run = TrlRun({}, trainer=self._kind, stem=stem, images=images_of(tree))
 
@@ -127,14 +126,7 @@ class _Reader:
         """Return the fields of the trainer's config that the script or its arguments set."""
         if node is None:
             return {}
-        name = node.id if isinstance(node, ast.Name) else ""
-        set_later = {
-            field: self._names.value(value)
-            for names in (self._names.module, self._names.function)
-            if names is not None
-            for (owner, field), value in names.attributes.items()
-            if owner == name
-        }
+        set_later = self._set_later(node.id) if isinstance(node, ast.Name) else {}
         found = self._names.value(node)
         kind = TRAINERS[self._kind].config
         known = (*self._run.fields, *older_fields(kind))
@@ -142,12 +134,23 @@ class _Reader:
             given = self._names.class_defaults(found.kind) | dict(self._arguments)
             return {key: value for key, value in given.items() if key in known} | set_later
         call = self._followed(node)
-        kinds = (kind, "TrainingArguments")  # the trainers accept the config of transformers
-        if not (isinstance(call, ast.Call) and any(self._names.is_subclass(_class_name(call), k) for k in kinds)):
+        name = called_name(call) if isinstance(call, ast.Call) else ""
+        # The trainers accept the config of transformers.
+        is_config = self._names.is_subclass(name, kind) or self._names.is_subclass(name, "TrainingArguments")
+        if not (isinstance(call, ast.Call) and is_config):
             raise ConfigError(f"{self._path}:{node.lineno}: args is not a readable {kind}(...): {found}")
-        given = self._names.class_defaults(_class_name(call)) | self._keywords(call)
-        added = self._names.class_fields(_class_name(call)) - {*known}
+        given = self._names.class_defaults(name) | self._keywords(call)
+        added = self._names.class_fields(name) - {*known}
         return {key: value for key, value in given.items() if key not in added} | set_later
+
+    def _set_later(self, name: str) -> dict[str, Any]:
+        """Return the values of assignments ``name.field = value``. Those in the function take precedence."""
+        found = {}
+        for names in filter(None, (self._names.module, self._names.function)):
+            for (owner, field), value in names.attributes.items():
+                if owner == name:
+                    found[field] = self._names.value(value)
+        return found
 
     def _keywords(self, call: ast.Call) -> dict[str, Any]:
         given: dict[str, Any] = {}
@@ -201,7 +204,7 @@ class _Reader:
         if node is None or _is_none(node):
             return None
         call = self._followed(node)
-        name = ast.unparse(call.func).rpartition(".")[2] if isinstance(call, ast.Call) else ""
+        name = called_name(call) if isinstance(call, ast.Call) else ""
         if call is None or _is_none(call):
             return None
         if name == "get_peft_config":
@@ -230,8 +233,7 @@ class _Reader:
         found: list[Reward] = []
         for element in elements:
             reward = self._reward(element, len(found))
-            taken = [other.name for other in found]
-            if reward.name in taken:
+            if any(other.name == reward.name for other in found):
                 reward.name = f"{reward.name}_{len(found) + 1}"
             found.append(reward)
         return found
@@ -239,8 +241,10 @@ class _Reader:
     def _named_rewards(self, call: ast.Call) -> list[Reward]:
         """Return the rewards of a call that selects functions by the argument ``reward_funcs`` (empty for other
         calls)."""
-        owners = [owner for node in call.args if isinstance(owner := self._names.value(node), Parsed)]
-        selected = next((names for owner in owners if (names := self._names.field(owner, "reward_funcs"))), None)
+        selected = None
+        for owner in map(self._names.value, call.args):
+            if isinstance(owner, Parsed):
+                selected = selected or self._names.field(owner, "reward_funcs")
         if not isinstance(selected, list):
             return []
         found = []
@@ -267,13 +271,14 @@ class _Reader:
         except ConfigError:
             return False
         packages = _imported(copied)
+        if any("__file__" in used(statement) for statement in copied):
+            return False
         folder = Path(self._path).parent
-        bound = any("__file__" in used(statement) for statement in copied) or any(
-            (folder / name).exists() or (folder / f"{name}.py").exists() for name in packages
-        )
-        body = [s for s in self._names.module.body if not isinstance(s, DEFINITIONS)]
-        executed = [s for s in body if not (isinstance(s, ast.If) and is_main_guard(s))]
-        return not bound and "trl" in _imported(executed) - packages
+        for name in packages:
+            if (folder / name).exists() or (folder / f"{name}.py").exists():
+                return False
+        executed = [statement for statement in self._names.module.body if not isinstance(statement, DEFINITIONS)]
+        return "trl" in _imported(executed) - packages
 
     def _reward(self, node: ast.expr, number: int) -> Reward:
         if isinstance(node, ast.Name) and (definition := self._names.definition(node.id)) is not None:
@@ -331,7 +336,7 @@ class _Reader:
     def _spec(self, node: ast.Attribute) -> str:
         """Return the class in ``_SPECS`` whose object has the attribute (empty if another object has it)."""
         made = self._followed(node.value)
-        name = _class_name(made) if isinstance(made, ast.Call) else ""
+        name = called_name(made) if isinstance(made, ast.Call) else ""
         source = self._names.definition(name)
         known = isinstance(source, ast.ImportFrom) and (source.module or "").startswith("trl.")
         return name if known and name in _SPECS else ""
@@ -348,8 +353,7 @@ class _Reader:
         found = rows_of(node, self._names, self._row_module, f"{self._row_code}:{split}_rows")
         if found.rows is not None:
             file = f"{self._stem}_{split}.jsonl"
-            lines = [json.dumps(row, ensure_ascii=False) for row in found.rows]
-            self._run.files[file] = "".join(line + "\n" for line in lines)
+            self._run.files[file] = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found.rows)
             found.path = file
         return found
 
@@ -357,17 +361,12 @@ class _Reader:
 def _imported(statements: Sequence[ast.stmt]) -> set[str]:
     """Return the packages that statements import (an empty name for a relative import)."""
     found: set[str] = set()
-    for node in (node for statement in statements for node in ast.walk(statement)):
-        if isinstance(node, ast.Import):
+    for statement in statements:
+        for node in nodes_of(statement, ast.Import):
             found |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found.add("" if node.level else str(node.module).partition(".")[0])
+        for imported in nodes_of(statement, ast.ImportFrom):
+            found.add("" if imported.level else str(imported.module).partition(".")[0])
     return found
-
-
-def _class_name(call: ast.Call) -> str:
-    """Return the name of the called function or class, without its module."""
-    return ast.unparse(call.func).rpartition(".")[2]
 
 
 def _trainer(path: str, tree: ast.Module) -> tuple[ast.Call, list[ast.AST]]:
@@ -375,15 +374,14 @@ def _trainer(path: str, tree: ast.Module) -> tuple[ast.Call, list[ast.AST]]:
     found: list[tuple[ast.Call, list[ast.AST]]] = []
 
     def visit(node: ast.AST, around: list[ast.AST]) -> None:
-        if isinstance(node, ast.Call) and _class_name(node) in TRAINERS:
+        if isinstance(node, ast.Call) and called_name(node) in TRAINERS:
             found.append((node, around))
         for child in ast.iter_child_nodes(node):
             visit(child, [*around, node])
 
     visit(tree, [])
-    others = {
-        name for n in ast.walk(tree) if isinstance(n, ast.Call) and (name := ast.unparse(n.func)).endswith("Trainer")
-    }
+    called = {ast.unparse(call.func) for call in nodes_of(tree, ast.Call)}
+    others = [name for name in called if name.endswith("Trainer")]
     if not found and others:
         raise ConfigError(f"{path}: trains with {', '.join(sorted(others))}; known: {', '.join(TRAINERS)}")
     if len(found) != 1:
@@ -418,11 +416,14 @@ def _only_call(tree: ast.Module, function: ast.FunctionDef | None) -> tuple[ast.
     """Return the only call of a function, and the function that contains this call. Each is None if there is none."""
     if function is None:
         return None, None
-    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == function.name]
+    calls = [call for call in nodes_of(tree, ast.Call) if ast.unparse(call.func) == function.name]
     if len(calls) != 1:
         return None, None
-    callers = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and any(c is calls[0] for c in ast.walk(n))]
-    return callers[-1] if callers else None, calls[0]
+    caller = None
+    for definition in nodes_of(tree, ast.FunctionDef):
+        if calls[0] in nodes_of(definition, ast.Call):
+            caller = definition
+    return caller, calls[0]
 
 
 def _parameters(function: ast.FunctionDef, call: ast.Call) -> dict[str, ast.expr]:
@@ -477,8 +478,7 @@ def images_of(tree: ast.Module) -> str:
         if isinstance(column, ast.Constant) and column.value in _IMAGE_COLUMNS:
             return f"the column {column.value!r}"
         for key, value in zip(node.keys, node.values) if isinstance(node, ast.Dict) else ():
-            pair = [part.value if isinstance(part, ast.Constant) else None for part in (key, value)]
-            if pair == ["type", "image"]:
+            if (getattr(key, "value", None), getattr(value, "value", None)) == ("type", "image"):
                 return "messages with an image"
     return ""
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator
 
 from gdpo_nemo.utils.files import read_text
 

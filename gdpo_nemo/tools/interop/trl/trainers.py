@@ -6,8 +6,9 @@ classes. ``PPOConfig`` was in ``trl.experimental`` until TRL 1.15.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Mapping
+from typing import Any
 
 from gdpo_nemo.tools.interop.trl import defaults
 from gdpo_nemo.tools.interop.trl.defaults import GRPO_CONFIG, GRPO_OWN, MODEL_CONFIG, SCRIPT_ARGUMENTS, TRAINING
@@ -18,39 +19,19 @@ _FROM_ROWS = TRAINING | _MODEL | {"remove_unused_columns": True, "dataset_num_pr
 """Fields of trainers that read answers from the data -> default."""
 
 SFT_CONFIG: dict[str, Any] = _FROM_ROWS | {
-    "learning_rate": 2e-05,
-    "router_aux_loss_coef": None,
-    "chat_template_path": None,
-    "dataset_text_field": "text",
-    "dataset_kwargs": None,
-    "eos_token": None,
-    "pad_token": None,
-    "truncation_mode": "keep_start",
-    "shuffle_dataset": False,
-    "packing": False,
-    "packing_strategy": "bfd",
-    "padding_free": False,
-    "pad_to_multiple_of": "auto",
-    "eval_packing": None,
-    "completion_only_loss": None,
-    "assistant_only_loss": False,
-    "loss_type": "nll",
-    "activation_offloading": False,
-}
+    "learning_rate": 2e-05, "router_aux_loss_coef": None, "chat_template_path": None, "dataset_text_field": "text",
+    "dataset_kwargs": None, "eos_token": None, "pad_token": None, "truncation_mode": "keep_start",
+    "shuffle_dataset": False, "packing": False, "packing_strategy": "bfd", "padding_free": False,
+    "pad_to_multiple_of": "auto", "eval_packing": None, "completion_only_loss": None, "assistant_only_loss": False,
+    "loss_type": "nll", "activation_offloading": False,
+}  # fmt: skip
 """Every field of ``trl.SFTConfig``."""
 
 _REFERENCE = {
-    "router_aux_loss_coef": None,
-    "disable_dropout": True,
-    "pad_to_multiple_of": "auto",
-    "precompute_ref_log_probs": False,
-    "precompute_ref_batch_size": None,
-    "beta": 0.1,
-    "activation_offloading": False,
-    "sync_ref_model": False,
-    "ref_model_mixup_alpha": 0.6,
-    "ref_model_sync_steps": 512,
-}
+    "router_aux_loss_coef": None, "disable_dropout": True, "pad_to_multiple_of": "auto",
+    "precompute_ref_log_probs": False, "precompute_ref_batch_size": None, "beta": 0.1, "activation_offloading": False,
+    "sync_ref_model": False, "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512,
+}  # fmt: skip
 
 DPO_CONFIG: dict[str, Any] = (
     _FROM_ROWS
@@ -84,24 +65,15 @@ KTO_CONFIG: dict[str, Any] = (
 """Every field of ``trl.KTOConfig``."""
 
 REWARD_CONFIG: dict[str, Any] = _FROM_ROWS | {
-    "learning_rate": 0.0001,
-    "chat_template_path": None,
-    "disable_dropout": True,
-    "eos_token": None,
-    "pad_token": None,
-    "pad_to_multiple_of": "auto",
-    "center_rewards_coefficient": None,
-    "activation_offloading": False,
-}
+    "learning_rate": 0.0001, "chat_template_path": None, "disable_dropout": True, "eos_token": None, "pad_token": None,
+    "pad_to_multiple_of": "auto", "center_rewards_coefficient": None, "activation_offloading": False,
+}  # fmt: skip
 """Every field of ``trl.RewardConfig``."""
 
 _WITHOUT_REFERENCE = {
-    "max_completion_length": None,
-    "beta": 0.1,
-    "disable_dropout": True,
-    "generate_during_eval": False,
+    "max_completion_length": None, "beta": 0.1, "disable_dropout": True, "generate_during_eval": False,
     "is_encoder_decoder": None,
-}
+}  # fmt: skip
 
 ORPO_CONFIG: dict[str, Any] = _FROM_ROWS | _WITHOUT_REFERENCE | {"padding_value": None}
 """Every field of ``trl.experimental.orpo.ORPOConfig``."""
@@ -157,40 +129,16 @@ GKD_CONFIG: dict[str, Any] = (
 """Every field of ``trl.experimental.gkd.GKDConfig``."""
 
 PPO_CONFIG: dict[str, Any] = TRAINING | {
-    "learning_rate": 3e-06,
-    "remove_unused_columns": True,
-    "dataset_num_proc": None,
-    "num_mini_batches": 1,
-    "total_episodes": None,
-    "local_rollout_forward_batch_size": 64,
-    "num_sample_generations": 10,
-    "response_length": 53,
-    "stop_token": None,
-    "stop_token_id": None,
-    "temperature": 0.7,
-    "missing_eos_penalty": None,
-    "sft_model_path": "EleutherAI/pythia-160m",
-    "world_size": None,
-    "num_total_batches": None,
-    "micro_batch_size": None,
-    "local_batch_size": None,
-    "batch_size": None,
-    "local_mini_batch_size": None,
-    "mini_batch_size": None,
-    "reward_model_path": "EleutherAI/pythia-160m",
-    "model_adapter_name": None,
-    "ref_adapter_name": None,
-    "num_ppo_epochs": 4,
-    "whiten_rewards": False,
-    "kl_coef": 0.05,
-    "kl_estimator": "k1",
-    "cliprange": 0.2,
-    "vf_coef": 0.1,
-    "cliprange_value": 0.2,
-    "gamma": 1.0,
-    "lam": 0.95,
+    "learning_rate": 3e-06, "remove_unused_columns": True, "dataset_num_proc": None, "num_mini_batches": 1,
+    "total_episodes": None, "local_rollout_forward_batch_size": 64, "num_sample_generations": 10,
+    "response_length": 53, "stop_token": None, "stop_token_id": None, "temperature": 0.7, "missing_eos_penalty": None,
+    "sft_model_path": "EleutherAI/pythia-160m", "world_size": None, "num_total_batches": None,
+    "micro_batch_size": None, "local_batch_size": None, "batch_size": None, "local_mini_batch_size": None,
+    "mini_batch_size": None, "reward_model_path": "EleutherAI/pythia-160m", "model_adapter_name": None,
+    "ref_adapter_name": None, "num_ppo_epochs": 4, "whiten_rewards": False, "kl_coef": 0.05, "kl_estimator": "k1",
+    "cliprange": 0.2, "vf_coef": 0.1, "cliprange_value": 0.2, "gamma": 1.0, "lam": 0.95,
     "ds3_gather_for_generation": True,
-}
+}  # fmt: skip
 """Every field of ``trl.experimental.ppo.PPOConfig``, including those of transformers."""
 
 
