@@ -112,11 +112,11 @@ def _just_inside(range_: Range) -> list[float]:
         (Range(-(10**12), 10**12), "at least -1,000,000,000,000 and at most 1,000,000,000,000"),
     ],
 )
-def test_a_range_reads_as_what_a_number_must_be(range_, words):
+def test_range_is_described_as_a_condition_on_the_number(range_, words):
     assert str(range_) == words
 
 
-def test_a_number_beyond_the_default_limits_is_told_the_limit_that_it_exceeds():
+def test_number_beyond_a_default_limit_is_refused_with_the_limit():
     assert Range(0).demand(1e300) == "at most 1,000,000,000,000,000"
     assert Range().demand(-1e300) == "at least -1,000,000,000,000,000"
     assert Range(0).demand(-1e300) == "0 or more"

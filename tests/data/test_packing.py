@@ -66,7 +66,7 @@ def test_no_rank_is_dearer_than_another_by_more_than_two_sequences(lengths, rank
     assert max(costs) - min(costs) <= 2 * cost_of(max(lengths), quadratic) + 1e-6
 
 
-def test_long_sequences_are_balanced_by_what_attention_makes_them_cost():
+def test_long_sequences_are_balanced_by_the_cost_of_attention():
     """By tokens the long sequence is worth ten short ones; with attention it is dearer than all thirty, and stays
     alone."""
     lengths = [1000, *[100] * 30]
@@ -79,7 +79,7 @@ def test_long_sequences_are_balanced_by_what_attention_makes_them_cost():
     assert sum(len(members) for members in with_long) == 1
 
 
-def test_padding_share_counts_what_the_layout_adds():
+def test_padding_share_counts_the_padding_of_the_layout():
     shares = assign([5, 3], 1, 100)
     assert measure(shares, [5, 3], 1, 1, 0.0) == {
         "padding_share": 0.0,
@@ -177,7 +177,7 @@ def test_single_sequences_are_spread_evenly_in_the_multiple_of_the_pipeline(coun
     assert sorted(i for share in shares for members in share for i in members) == list(range(count))
 
 
-def test_what_the_policy_wrote_is_what_the_mask_says_and_all_without_one():
+def test_policy_tokens_are_given_by_the_mask_and_are_all_tokens_without_one():
     whole = TrainSequence(np.arange(2), np.arange(3), np.zeros(3, np.float32))
     masked = TrainSequence(np.arange(2), np.arange(3), np.zeros(3, np.float32), loss_mask=np.array([True, False, True]))
     assert (len(whole), whole.num_policy_tokens, len(masked), masked.num_policy_tokens) == (5, 3, 5, 2)

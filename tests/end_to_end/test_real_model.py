@@ -46,7 +46,7 @@ def metrics(run: Path) -> dict:
     return row
 
 
-def test_engine_and_trainer_compute_what_transformers_does(one_step, smollm2):
+def test_engine_and_trainer_agree_with_transformers(one_step, smollm2):
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
     samples = read_rollouts(rollout_path(one_step, 1))
     assert len(samples) == 8

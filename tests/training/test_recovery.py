@@ -73,7 +73,7 @@ def attempt(monkeypatch):
     return is_now
 
 
-def test_a_run_that_lost_ranks_and_nothing_else_goes_on_with_its_engines():
+def test_run_that_lost_only_ranks_continues_with_its_engines():
     parts, stays = run(), kept()
     error = InfrastructureFailed(str(LOST))
     stays.decide(parts, error)
@@ -149,7 +149,7 @@ def test_rebuilds_count_among_the_restarts_that_are_allowed(attempt):
         assert (stays.decision is Decision.RESTART) is restarts
 
 
-def test_what_stays_for_a_start_that_never_came_is_closed():
+def test_engines_retained_for_a_start_that_never_happened_are_closed():
     stays = kept()
     stays.decide(run(), InfrastructureFailed(str(LOST)))
     fleet = stays.fleet

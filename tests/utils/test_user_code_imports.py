@@ -21,7 +21,7 @@ def mine(tmp_path):
     return write
 
 
-def test_sound_code_is_imported_here_once_with_what_it_does(mine, tmp_path):
+def test_valid_code_is_imported_once_in_this_process(mine, tmp_path):
     count = f"open({str(tmp_path / 'imports')!r}, 'a').write('x')"
     with imports_tried():
         assert load_object(mine(count))() == 3
@@ -29,7 +29,7 @@ def test_sound_code_is_imported_here_once_with_what_it_does(mine, tmp_path):
     assert (tmp_path / "imports").read_text() == "xx"  # once on trial, once here
 
 
-def test_nothing_is_tried_where_nobody_asked_for_it(mine, tmp_path):
+def test_no_import_is_tried_without_a_request(mine, tmp_path):
     load_object(mine(f"open({str(tmp_path / 'imports')!r}, 'a').write('x')"))
     assert (tmp_path / "imports").read_text() == "x"
 
@@ -41,13 +41,13 @@ def test_code_that_computes_for_longer_than_a_hang_is_waited_for(mine, monkeypat
         assert load_object(mine("import time\nwhile time.process_time() < 2.5: pass"))() == 3
 
 
-def test_code_that_never_comes_to_an_end_is_given_up(mine, monkeypatch):
+def test_endless_import_is_given_up(mine, monkeypatch):
     monkeypatch.setattr(user_code, "LONGEST_S", 1.0)
     with imports_tried(), pytest.raises(ConfigError, match="mine.py: its import has not finished after 1 s"):
         load_object(mine("while True: pass"))
 
 
-def test_what_an_import_has_started_ends_with_the_trial(mine, tmp_path):
+def test_processes_of_an_import_end_with_the_trial(mine, tmp_path):
     started = tmp_path / "started"
     code = (
         "import subprocess, os\np = subprocess.Popen(['sleep', '600'], close_fds=False)\n"
@@ -61,7 +61,7 @@ def test_what_an_import_has_started_ends_with_the_trial(mine, tmp_path):
     assert not _lives(int(started.read_text()))
 
 
-def test_what_a_fork_of_an_import_says_is_not_the_imports_word(mine):
+def test_output_of_a_fork_is_not_the_result_of_the_import(mine):
     forks = "import os\nif os.fork() == 0: os._exit(0)\nos.wait()\nos.kill(os.getpid(), 9)"
     with imports_tried(), pytest.raises(ConfigError, match="is killed by SIGKILL"):
         load_object(mine(forks))
