@@ -10,9 +10,9 @@ import ast
 import re
 import tokenize
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Iterator
 
 import pytest
 

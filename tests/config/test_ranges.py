@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Annotated, Any, Dict, Iterator, List, Optional
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 import pytest
 
@@ -124,14 +125,14 @@ def test_number_beyond_a_default_limit_is_refused_with_the_limit():
 
 @dataclasses.dataclass
 class _Inner:
-    share: Annotated[Optional[float], Range(0, 1)] = None
+    share: Annotated[float | None, Range(0, 1)] = None
 
 
 @dataclasses.dataclass
 class _Outer:
     plain: int = 0
-    several: Annotated[List[int], Range(1)] = dataclasses.field(default_factory=list)
-    named: Annotated[Dict[str, float], Range(0)] = dataclasses.field(default_factory=dict)
+    several: Annotated[list[int], Range(1)] = dataclasses.field(default_factory=list)
+    named: Annotated[dict[str, float], Range(0)] = dataclasses.field(default_factory=dict)
     inner: _Inner = dataclasses.field(default_factory=_Inner)
 
 

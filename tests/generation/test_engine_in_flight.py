@@ -6,11 +6,11 @@ import contextlib
 import random
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Mapping
 
 import numpy as np
 import pytest

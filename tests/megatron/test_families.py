@@ -306,6 +306,6 @@ def test_the_sizes_that_are_promised_are_those_of_the_installed_engine():
     from gdpo_nemo.config.model_checks import CPU_EXPERT_MULTIPLE
     from gdpo_nemo.models.architectures import CPU_HEAD_SIZES
 
-    assert CPU_EXPERT_MULTIPLE == CPUUnquantizedExperts.output_alignment
+    assert CPUUnquantizedExperts.output_alignment == CPU_EXPERT_MULTIPLE
 
     assert list(CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()

@@ -11,7 +11,8 @@ import struct
 import subprocess
 import sys
 import termios
-from typing import Iterator, TextIO
+from collections.abc import Iterator
+from typing import TextIO
 
 import pytest
 from rich.console import Console

@@ -318,9 +318,8 @@ def test_file_systems_without_hard_links_also_have_owners(tmp_path, monkeypatch)
         raise OSError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", link)
-    with owned(tmp_path):
-        with pytest.raises(ConfigError, match="belongs to an active run"), owned(tmp_path):
-            pass
+    with owned(tmp_path), pytest.raises(ConfigError, match="belongs to an active run"), owned(tmp_path):
+        pass
 
 
 def test_a_folder_in_which_nothing_came_to_be_is_removed(tmp_path):

@@ -65,11 +65,11 @@ def test_our_table_of_defaults_is_that_of_the_installed_classes():
     from peft import LoraConfig
     from trl import GRPOConfig, ModelConfig, ScriptArguments
 
-    assert GRPO_CONFIG == defaults_of(GRPOConfig)
-    assert MODEL_CONFIG == defaults_of(ModelConfig)
+    assert defaults_of(GRPOConfig) == GRPO_CONFIG
+    assert defaults_of(ModelConfig) == MODEL_CONFIG
     theirs = defaults_of(ScriptArguments)
     assert {key: SCRIPT_ARGUMENTS[key] for key in theirs} == theirs
-    assert LORA_CONFIG == {key: value for key, value in defaults_of(LoraConfig).items() if key in LORA_CONFIG}
+    assert {key: value for key, value in defaults_of(LoraConfig).items() if key in LORA_CONFIG} == LORA_CONFIG
 
 
 def test_every_field_of_trl_has_a_rule_and_every_default_runs():

@@ -62,7 +62,7 @@ def test_the_fields_of_the_asynchronous_trainer_are_those_of_the_installed_class
         value = made if field.default is dataclasses.MISSING else field.default
         theirs[field.name] = getattr(value, "value", value)
     others = {key: value for key, value in theirs.items() if key not in GRPO_CONFIG or value != GRPO_CONFIG[key]}
-    assert ASYNC_GRPO_CONFIG == others
+    assert others == ASYNC_GRPO_CONFIG
     assert not set(WITHOUT_A_FIELD) & set(theirs)
     run = TrlRun({}, "AsyncGRPOTrainer")
     assert [key for key in theirs if result_of(key, theirs[key], run) is None] == []
