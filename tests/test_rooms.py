@@ -339,3 +339,13 @@ def test_every_mutant_changes_a_text_that_occurs_once():
     """`tests/mutants.py` runs weekly; a change of the package that a mutant no longer fits is seen here."""
     counts = {mutant.describe(): (ROOT.parent / mutant.path).read_text().count(mutant.text) for mutant in MUTANTS}
     assert {text: count for text, count in counts.items() if count != 1} == {}
+
+
+def test_every_mutant_names_tests_that_exist():
+    missing = []
+    for test in {test for mutant in MUTANTS for test in mutant.tests}:
+        file, _, case = test.partition("::")
+        defined = re.findall(r"^def (test_\w+)", (ROOT.parent / file).read_text(), re.MULTILINE)
+        if case and case.partition("[")[0] not in defined:
+            missing.append(test)
+    assert missing == []

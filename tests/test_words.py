@@ -1,4 +1,4 @@
-"""Plain English in docstrings, comments, messages and docs: phrases that readers stumble over become rarer.
+"""Plain English in docstrings, comments, messages, docs and names of tests: hard phrases become rarer.
 
 The patterns are those of the style rules in CONTRIBUTING.md. A count may only fall: after rewriting sentences of a
 package, write the new count into ``COUNTS``.
@@ -10,9 +10,9 @@ import ast
 import re
 import tokenize
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Iterator
 
 import pytest
 
@@ -40,6 +40,18 @@ PHRASES = {
     "hence": r"\bas (?:it|they) (?:is|are|was|were) (?:written|read|drawn|made)\b",
     "in detail": r"\bpiece by piece\b|\bone by one\b",
 }
+NAME_PHRASES = {
+    "name the thing": r"\bwhat(?:ever)?\b|\btheirs\b|\bours\b|\bones own\b",
+    "name the person": r"\bwho\b",
+    "only": r"\balone\b",
+    "also": r"\btoo$",
+    "report, distinguish": r"\btold\b|\bsaid\b",
+    "retain, store": r"\bkept\b",
+    "sample, plot": r"\bdr(?:aws?|awn|ew)\b",
+    "if": r"\bwhere (?:it|they|there|one|that|nothing|none|neither|no)\b",
+    "others": r"\bthe rest\b",
+}
+"""Further phrases that a name of a test does not contain: test_SUBJECT_VERB_CONDITION."""
 OPENINGS = r"^(?:What|Whether|Who|Whose|Where|Wherever|As|Of|By|Behind|Beside|Which)\b"
 """A docstring begins with a verb in the imperative or with a noun."""
 COUNTS: dict[str, int] = {
@@ -139,6 +151,16 @@ def test_every_counted_package_exists():
 def test_unclear_phrases_become_rarer(package):
     """Equal, so that a count that fell is written down and cannot rise again."""
     assert found()[package] == COUNTS[package], f"python {Path(__file__).name} lists the sentences"
+
+
+def test_names_of_tests_are_plain_english():
+    pattern = re.compile("|".join([*PHRASES.values(), *NAME_PHRASES.values()]))
+    unclear = []
+    for path in sorted((REPOSITORY / "tests").rglob("test_*.py")):
+        for name in re.findall(r"^(?:async )?def test_(\w+)", path.read_text(), re.MULTILINE):
+            if pattern.search(name.replace("_", " ")):
+                unclear.append(f"{path.relative_to(REPOSITORY)}: test_{name}")
+    assert unclear == []
 
 
 if __name__ == "__main__":

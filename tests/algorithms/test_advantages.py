@@ -132,7 +132,7 @@ def test_a_constant_component_contributes_exactly_zero(seed, constant, size, est
 
 
 @pytest.mark.parametrize("constant", [1 / 3, 0.7, 0.1, 0.3])
-def test_a_batch_without_signal_stays_zero_where_one_pass_float32_gives_noise(constant):
+def test_batch_without_signal_stays_zero_unlike_in_one_pass_float32(constant):
     """E[x^2] - E[x]^2 in float32, then a batch norm without epsilon, makes +-1 of nothing in another trainer."""
     rewards = np.full((64, 2), np.float32(constant))
     rewards[32:] = np.float32(1 / 3)
@@ -142,7 +142,7 @@ def test_a_batch_without_signal_stays_zero_where_one_pass_float32_gives_noise(co
 
 @few
 @given(seeds, st.sampled_from(PLAIN))
-def test_masked_rows_change_nobody_and_get_zero(seed, estimator):
+def test_masked_rows_get_zero_and_change_no_other_row(seed, estimator):
     rewards, ids = batch(seed)
     valid = np.random.default_rng(seed).random(len(ids)) < 0.7
     assume(valid.any())
@@ -157,7 +157,7 @@ def test_masked_rows_change_nobody_and_get_zero(seed, estimator):
 
 @few
 @given(seeds)
-def test_duplicated_prompts_are_kept_apart_by_id(seed):
+def test_duplicated_prompts_are_separate_groups_by_id(seed):
     rewards, ids = batch(seed)
     doubled = values(np.concatenate([rewards, rewards]), np.concatenate([ids, ids + 1000]), batch_norm=False)
     np.testing.assert_array_equal(doubled[: len(ids)], values(rewards, ids, batch_norm=False))
@@ -283,7 +283,7 @@ def test_hash_like_group_ids_keep_their_groups_together():
 
 @few
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=5, unique=True), seeds)
-def test_advantages_do_not_depend_on_what_the_group_ids_are(names, seed):
+def test_advantages_do_not_depend_on_the_values_of_group_ids(names, seed):
     rng = np.random.default_rng(seed)
     place = rng.integers(0, len(names), 12)
     rewards = rng.integers(0, 3, (12, 2)).astype(float)

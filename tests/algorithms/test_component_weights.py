@@ -106,7 +106,7 @@ def test_a_changed_limit_applies_to_the_weight_of_a_checkpoint():
     assert weights.values == {"a": 1.0, "b": 2.0}
 
 
-def test_a_resume_says_that_the_weight_of_a_constraint_comes_from_the_checkpoint():
+def test_resume_reports_that_the_weight_of_a_constraint_comes_from_the_checkpoint():
     goal = "gdpo.constraints={length: {at_least: 0.95}}"
     before = recorded(load_config(DEMO, [goal]))
     [change] = find_changes(before, load_config(DEMO, [goal, "gdpo.rewards.length=0.5"]))

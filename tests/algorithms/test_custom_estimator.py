@@ -61,7 +61,7 @@ def test_an_own_estimators_options_are_its_further_parameters():
         (3, "an estimator must be a name or a function"),
     ],
 )
-def test_what_is_no_estimator_is_refused_with_a_reason(function, complaint):
+def test_object_that_is_not_an_estimator_is_refused_with_a_reason(function, complaint):
     with pytest.raises(ValueError, match=complaint):
         compute_advantages(REWARDS, IDS, estimator=function)
 

@@ -137,14 +137,14 @@ def test_opos_baseline_weighs_the_groups_rewards_by_their_lengths():
     np.testing.assert_allclose(result.values.numpy(), [*(totals - baseline), 0.0, 0.0])
 
 
-def test_a_reward_that_a_row_does_not_have_is_no_part_of_opos_baseline():
+def test_missing_reward_of_a_row_is_not_part_of_opos_baseline():
     result = compute_advantages(
         {"right": [1.0, 0.0, None]}, [0, 0, 0], lengths=[1, 3, 100], estimator=ImportPath(OPO).load(), batch_norm=False
     )
     np.testing.assert_allclose(result.values.numpy(), [0.75, -0.25, 0.0])
 
 
-def test_papo_compares_the_process_of_right_answers_alone():
+def test_papo_compares_the_process_of_right_answers_only():
     """arXiv 2603.26535: the outcome over all samples of a group, the process over its right ones."""
     outcome = [1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0]
     process = [0.9, 0.5, None, 1.0, 0.2, 0.7, 0.1, 0.2, 0.8]
@@ -164,7 +164,7 @@ def test_papo_compares_the_process_of_right_answers_alone():
     np.testing.assert_allclose(result.values.numpy(), expected, atol=1e-6)
 
 
-def test_papo_names_the_rewards_there_are_where_its_outcome_is_none_of_them():
+def test_papo_lists_the_rewards_if_its_outcome_is_not_among_them():
     with pytest.raises(ValueError, match="no reward is called 'right'; there are a, b"):
         estimator = ImportPath(PAPO).load()
         compute_advantages({"a": [1.0, 0.0], "b": [1.0, 0.0]}, [0, 0], estimator=estimator, outcome="right")
@@ -215,7 +215,7 @@ def test_the_example_estimator_and_rule_pass_the_trial():
         ("import numpy as np\n" + body("np.exp(logprobs)"), "a NumPy function got a tensor; use torch functions"),
     ],
 )
-def test_what_is_no_loss_is_refused_before_any_process_starts(code, complaint, tmp_path):
+def test_object_that_is_not_a_loss_is_refused_before_any_process_starts(code, complaint, tmp_path):
     place = written(tmp_path, code)
     with pytest.raises(ConfigError, match=complaint) as error:
         check_own_functions(config(f"loss_fn.type={place}"))
@@ -242,7 +242,7 @@ def test_a_gradient_of_kl_or_entropy_does_not_hide_that_a_loss_has_none(beside, 
         ),
     ],
 )
-def test_what_is_no_correction_is_refused_before_any_process_starts(code, overrides, complaint, tmp_path):
+def test_object_that_is_not_a_correction_is_refused_before_any_process_starts(code, overrides, complaint, tmp_path):
     place = written(tmp_path, "def mine(log_gap, fields, settings):\n" + code)
     with pytest.raises(ConfigError, match=complaint):
         check_own_functions(config(f"loss_fn.off_policy.mode={place}", *overrides))
@@ -263,7 +263,7 @@ def rule(place: str, options: str = "{}") -> str:
         ("def mine(values, context, a):\n    return values\n", "then options with defaults"),
     ],
 )
-def test_what_is_no_shaping_rule_is_refused_before_any_process_starts(code, complaint, tmp_path):
+def test_object_that_is_not_a_shaping_rule_is_refused_before_any_process_starts(code, complaint, tmp_path):
     with pytest.raises(ConfigError, match=f"gdpo.shaping: shaping rule .*{complaint}"):
         check_own_functions(config(rule(written(tmp_path, code))))
 
@@ -303,7 +303,7 @@ def test_the_dry_run_tries_the_loss_and_refuses_it_in_one_line(tmp_path, capsys)
     assert said.count("\n") == 1 and f"loss_fn.type: {place} returned a loss that is" in said
 
 
-def test_explain_says_that_losses_corrections_and_estimators_may_be_ones_own(capsys):
+def test_explain_mentions_custom_losses_corrections_and_estimators(capsys):
     for key in ("loss_fn.type", "loss_fn.off_policy.mode", "gdpo.estimator"):
         assert cli.main(["explain", key]) == 0
         assert "or a custom function: file.py:name" in capsys.readouterr().out

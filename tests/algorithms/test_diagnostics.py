@@ -25,7 +25,7 @@ def test_statistics_per_component():
     assert [key for key in metrics if key.startswith("reward/c/")] == ["reward/c/missing", "reward/c/weight"]
 
 
-def test_who_makes_the_advantage_and_who_opposes_whom_is_in_the_row():
+def test_row_contains_shares_of_the_advantage_and_conflicts_of_components():
     """Of b's three rows that pull, a pulls the other way in two; c, where all agree, goes with a."""
     columns = {"a": [3, 1, 0, 0], "b": [0, 1, 1, 0], "c": [3, 1, 0, 0]}
     row = diagnose(columns, [0, 0, 0, 0]).metrics()
@@ -38,7 +38,7 @@ def test_who_makes_the_advantage_and_who_opposes_whom_is_in_the_row():
     assert "reward/a/conflicts" not in diagnose({"a": [1, 0]}, [0, 0]).metrics()
 
 
-def test_what_is_not_measurable_is_absent():
+def test_unmeasurable_metrics_are_absent():
     metrics = diagnose({"a": [1.0, 2.0]}, [0, 0], valid=np.array([False, False])).metrics()
     assert set(metrics) == {"advantage/distinct", "advantage/distinct_if_summed", "reward/a/weight"}
 
@@ -50,7 +50,7 @@ def test_masked_rows_enter_no_statistic():
     assert diagnose(columns, valid=valid).metrics() == diagnose(short, IDS[:4]).metrics()
 
 
-def test_distinct_advantages_show_what_summing_would_merge():
+def test_distinct_advantages_count_the_rows_that_summing_would_merge():
     """The totals are 1, 1, 1, 0: two levels, though the first rollout earned its 1 with the rarer reward."""
     result = diagnose({"a": [1, 0, 0, 0], "b": [0, 1, 1, 0]}, [0] * 4)
     assert (result.distinct, result.distinct_if_summed) == (3, 2)

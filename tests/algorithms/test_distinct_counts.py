@@ -51,6 +51,6 @@ def test_counts_without_std_follow_the_closed_form(n, size, expected):
 
 
 @pytest.mark.parametrize(("weights", "size", "expected"), [([1, 0.5], 4, (14, 23)), ([1, 0.25], 8, (127, 148))])
-def test_unequal_weights_alone_separate_what_a_plain_sum_merges(weights, size, expected):
+def test_only_unequal_weights_separate_rewards_that_a_plain_sum_merges(weights, size, expected):
     rewards = all_groups(2, size)
     assert tuple(distinct(rewards, estimator, weights) for estimator in ("grpo", "gdpo")) == expected

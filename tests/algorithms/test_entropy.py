@@ -95,7 +95,7 @@ def test_clip_cov_takes_the_gradient_from_tokens_between_its_bounds_and_from_no_
     assert (found[changed] == 0).all()
 
 
-def test_the_draw_of_clip_cov_is_its_seeds():
+def test_clip_cov_samples_tokens_by_its_seed():
     draws = []
     for seed in ((1, 2, 3), (1, 2, 3), (1, 2, 4)):
         update, now = batch(5, masked=False)
@@ -106,7 +106,7 @@ def test_the_draw_of_clip_cov_is_its_seeds():
     assert (draws[0] == draws[1]).all() and (draws[0] != draws[2]).any()
 
 
-def test_nothing_is_chosen_where_nothing_is_trained():
+def test_no_token_is_chosen_if_none_is_trained():
     none = np.zeros(0)
     assert not len(covariances(none, none)) and not len(kl_cov(none, none, ratio=0.5))
     draw = np.random.default_rng(0)

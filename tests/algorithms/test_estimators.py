@@ -184,7 +184,7 @@ def test_corr_grpo_drops_components_that_are_constant_up_to_rounding():
     np.testing.assert_allclose(with_noise, without, rtol=0, atol=1e-9)
 
 
-def test_gd2po_standardises_over_the_kept_rollouts_only():
+def test_gd2po_standardises_over_the_retained_rollouts_only():
     rewards, ids = table()
     before = values(rewards, ids, "gd2po", batch_norm=False)
     kept = compute_advantages(rewards, ids, weights=WEIGHTS, estimator="gd2po").has_signal.numpy()
@@ -193,7 +193,7 @@ def test_gd2po_standardises_over_the_kept_rollouts_only():
     np.testing.assert_allclose(after[kept], normed(before[kept]), rtol=0, atol=1e-9)
 
 
-def test_gd2po_whitens_over_the_tokens_of_all_kept_rollouts_as_its_authors_do():
+def test_gd2po_whitens_over_the_tokens_of_all_retained_rollouts_as_its_authors_do():
     """Also over those of zero-variance groups, which thereby get an advantage."""
     rewards, ids = table()
     rewards[ids == ids[0]] = 0.5
@@ -216,7 +216,7 @@ def test_dvao_shares_stay_bounded_with_a_penalty_of_negative_weight():
 
 
 @pytest.mark.parametrize("equal_peers", ["divide", "raw"])
-def test_leave_one_out_grpo_is_each_reward_against_the_others_alone(equal_peers):
+def test_leave_one_out_grpo_compares_each_reward_with_the_others_only(equal_peers):
     """Mean and sample deviation of the other members, as numpy has them; the only outlier of its group is divided by
     the deviation of the whole group, or not divided."""
     rewards = np.array([1.0, 0.0, 0.5, 0.0, 1.0, 0.0, 0.0, 0.0])
@@ -281,7 +281,7 @@ def test_scale_rewards_batch_is_the_advantage_of_trls_own_lines():
     np.testing.assert_allclose(got, theirs.numpy(), rtol=1e-7)
 
 
-def test_missing_rewards_are_no_part_of_the_batchs_deviation():
+def test_missing_rewards_are_not_part_of_the_batch_deviation():
     got = compute_advantages(
         {"a": [1.0, 0.0, None, 4.0, 2.0]}, [0, 0, 0, 1, 1], scale_rewards="batch", batch_norm=False
     )
@@ -289,7 +289,7 @@ def test_missing_rewards_are_no_part_of_the_batchs_deviation():
     np.testing.assert_allclose(got.values, np.array([0.5, -0.5, 0.0, 1.0, -1.0]) / deviation, atol=1e-12)
 
 
-def test_gpg_gives_back_what_groups_without_a_gradient_take():
+def test_gpg_rescales_by_the_share_of_groups_with_a_gradient():
     rewards = np.array([1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 2.0])
     ids = np.array([0, 0, 1, 1, 2, 2, 2])
     centred = per_group(rewards, ids, lambda r: r - r.mean())
@@ -335,7 +335,7 @@ def test_a_scale_that_an_estimator_does_not_take_is_refused(estimator, options, 
 
 @pytest.mark.parametrize("estimator", ["mo_grpo", "grpo"])
 @pytest.mark.parametrize("scale, divisor", [("none", 1.0), ("batch", np.std([0.0, 4.0, 1.0, 3.0, 3.0, 6.0], ddof=1))])
-def test_leave_one_out_is_divided_as_scale_rewards_says(estimator, scale, divisor):
+def test_leave_one_out_is_divided_according_to_scale_rewards(estimator, scale, divisor):
     """The mean is that of the others; only the division by their deviation is replaced."""
     rewards = np.array([0.0, 4.0, 1.0, 3.0, 3.0, 6.0])
     options = {"leave_one_out": True, "scale_rewards": scale, "epsilon": 0.0}

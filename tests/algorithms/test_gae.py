@@ -40,7 +40,7 @@ def test_gae_is_the_weighted_mean_of_all_n_step_advantages(steps, gamma, lam):
 
 
 @given(STEPS, FACTORS)
-def test_with_lambda_1_the_returns_are_the_discounted_rewards_whatever_the_values(steps, gamma):
+def test_returns_with_lambda_1_are_the_discounted_rewards_for_all_values(steps, gamma):
     rewards, values = map(np.array, zip(*steps))
     _, returns = gae(rewards, values, gamma, 1.0)
     whole = [sum(gamma**k * reward for k, reward in enumerate(rewards[t:])) for t in range(len(rewards))]

@@ -126,7 +126,7 @@ def test_an_offset_of_the_kl_changes_nothing(seed, estimator, offset):
     )
 
 
-def test_an_own_estimators_terms_get_the_kl_too():
+def test_terms_of_a_custom_estimator_also_get_the_kl():
     def mine(table, settings):
         return Terms(np.array([[1.0, -1.0, 0.0, 0.0]]), np.array([True, True, False, False]))
 

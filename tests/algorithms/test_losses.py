@@ -497,7 +497,7 @@ def extreme(values: torch.Tensor, by_token: dict[int, float]) -> torch.Tensor:
     return changed
 
 
-def test_tokens_without_weight_change_nothing_whatever_their_log_probs():
+def test_tokens_without_weight_change_nothing_for_all_log_probs():
     batch = Batch()
     shift = extreme(torch.zeros(len(batch.ids)), {0: -1e30, 1: -np.inf, 2: np.inf, 3: np.nan, 4: 1e4})
     batch.fields = replace(batch.fields, weights=batch.fields.weights * (shift == 0))

@@ -47,7 +47,7 @@ def test_importance_weights(mode, level, expected):
 
 @pytest.mark.parametrize("mode", ["mask", "icepop"])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_what_is_masked_has_weight_exactly_zero_and_no_gradient(mode, level):
+def test_masked_tokens_have_weight_exactly_zero_and_no_gradient(mode, level):
     """A floor applied after the mask, as elsewhere, would bring the masked tokens back."""
     gap = torch.full((5,), 3.0)
     assert (weights(mode, level, low=0.5, high=1.2, gap=gap) == 0).all()
@@ -74,7 +74,7 @@ def test_sequence_mask_needs_a_large_gap_and_a_negative_advantage():
         assert sequence_keep_mask(logprobs, fields_of(advantage, sampler), 0.5).tolist() == expected
 
 
-def test_a_sequence_exactly_at_the_threshold_is_kept():
+def test_sequence_exactly_at_the_threshold_is_retained():
     logprobs = torch.tensor([-0.75, -0.25, -1.0, -1.0, -1.0])
     advantage = -torch.ones(5)
     assert sequence_keep_mask(logprobs, fields_of(advantage, torch.zeros(5)), 0.5).tolist() == [1, 1, 0, 0, 0]

@@ -14,7 +14,7 @@ from gdpo_nemo.algorithms.diagnostics import mean_pass_at_k, pass_at_k, student_
 
 @pytest.mark.parametrize("direction, best", [(1, max), (-1, min)])
 @given(st.lists(st.floats(-3, 3), min_size=1, max_size=7), st.data())
-def test_the_expected_best_of_k_is_the_mean_over_all_draws(direction, best, values, data):
+def test_expected_best_of_k_is_the_mean_over_all_subsets(direction, best, values, data):
     k = data.draw(st.integers(1, len(values)))
     expected = np.mean([best(draw) for draw in combinations(values, k)])
     assert pass_at_k(values, k, direction) == pytest.approx(expected, abs=1e-9)
@@ -35,7 +35,7 @@ def test_prompts_with_fewer_than_k_verdicts_are_left_out_of_the_mean():
 
 
 @pytest.mark.parametrize("k", [0, 4, -1])
-def test_a_k_that_there_are_no_samples_for_is_refused(k):
+def test_k_beyond_the_number_of_samples_is_refused(k):
     with pytest.raises(ValueError, match="k must be between 1 and the number of values"):
         pass_at_k([0.0, 1.0, 1.0], k)
 

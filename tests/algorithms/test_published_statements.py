@@ -35,7 +35,7 @@ def test_three_rewards_with_a_constant_total_do_carry_signal():
     torch.testing.assert_close(values, torch.tensor([1, -1, -1, 1]).double() * 0.13397459621556135)
 
 
-def test_the_documented_motivating_example_is_zero_and_weights_are_what_helps():
+def test_documented_motivating_example_is_zero_and_weights_help():
     """A tutorial motivates GDPO with format and correctness (0, 3), (1, 2), (2, 1), (3, 0)."""
     rewards = [[0, 3], [1, 2], [2, 1], [3, 0]]
     assert advantages(rewards, batch_norm=False).abs().max() == 0
@@ -61,7 +61,7 @@ def test_one_reward_equals_grpo_only_up_to_one_scalar_per_batch():
     assert normed[8:].abs().max() < 1e-15
 
 
-def test_statistics_over_live_rows_do_not_enlarge_the_rest_when_groups_die():
+def test_statistics_over_live_rows_do_not_enlarge_other_advantages_when_groups_die():
     rewards = np.array([[1], [0], [0], [0], [1], [1], [0], [0]])
     ids = np.repeat([0, 1], 4)
     alone = advantages(rewards, ids)
@@ -100,7 +100,7 @@ def test_the_trace_of_epsilon_of_opposed_rewards_does_not_become_an_advantage():
     assert advantages(rewards, ids, preset="paper", batch_epsilon=1e-12).abs().max() > 0.5
 
 
-def test_small_rewards_and_large_weights_are_no_residue():
+def test_small_rewards_and_large_weights_are_not_taken_as_rounding_errors():
     rewards = np.array([[0, 1], [1, 1], [0, 0], [1, 0], [1, 1], [0, 1], [1, 0], [0, 0]])
     ids = np.repeat([0, 1], 4)
     for estimator in ("gdpo", "grpo", "dr_grpo", "dvao"):

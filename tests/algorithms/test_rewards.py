@@ -66,7 +66,7 @@ def test_penalties_create_their_component_or_add_to_it():
     assert shaped({"a": [1, 1]}, {**rule, "component": "a"}, **context) == {"a": [0.5, 1]}
 
 
-def test_input_columns_are_left_alone():
+def test_input_columns_are_not_changed():
     column = np.array([1.0, 5.0])
     apply_shaping(
         {"a": column},
@@ -121,7 +121,7 @@ def test_bad_rules_are_refused_before_any_reward_exists(rules, message):
         check_shaping(rules, ["length", "correct"])
 
 
-def test_a_rule_without_what_it_looks_at_is_refused():
+def test_rule_without_its_input_column_is_refused():
     for rule, name in (({"length": {"full": 5}}, "lengths"), ({"truncated": {}}, "truncated")):
         with pytest.raises(ValueError, match=f"requires {name}, which was not given"):
             apply_shaping({"a": [1.0]}, [{"component": "a", **rule}])

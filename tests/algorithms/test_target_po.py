@@ -19,7 +19,7 @@ def literal_loss(logprobs, old, temperature, normalize):
     current, before = (torch.zeros(6).double().index_add(0, ids, x) / divisor for x in (logprobs, old))
     losses = []
     for group in (7, 2):
-        rows = torch.from_numpy((GROUPS == group) & (LENGTHS > 0))
+        rows = torch.from_numpy((group == GROUPS) & (LENGTHS > 0))
         score = torch.from_numpy(SCORES)[rows]
         u = (score - score.mean()) / score.std(correction=0)
         target = torch.softmax(torch.log_softmax(before[rows], 0) + u / temperature, 0)

@@ -71,7 +71,7 @@ advantages_and_lengths = st.lists(
 )
 
 
-def test_of_the_built_in_losses_kl_cov_alone_reads_sequences_of_advantage_0():
+def test_kl_cov_is_the_only_built_in_loss_that_reads_sequences_of_advantage_0():
     """Its KL holds chosen tokens of any advantage."""
     assert {name for name, entry in LOSSES.items() if not entry.skips_zero_advantage} == {"kl_cov"}
     assert "type kl_cov may read every sequence" in why_all_sequences(loss_settings("kl_cov", "none"))
@@ -108,7 +108,7 @@ def test_terms_that_read_every_sequence_have_a_gradient_at_advantage_0_and_forbi
 
 
 @pytest.mark.parametrize("key, name", [("type", "loss"), ("off_policy.mode", "weights")])
-def test_a_function_of_ones_own_must_say_that_it_can_do_without(tmp_path, key, name):
+def test_custom_function_must_declare_that_it_skips_zero_advantages(tmp_path, key, name):
     file = tmp_path / "own.py"
     config = ["policy.skip_zero_advantage=true", f"loss_fn.{key}={file}:{name}", "loss_fn.old_logprobs=trainer"]
     file.write_text(SAYS_NOTHING)

@@ -17,9 +17,9 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Callable, Sequence
 
 import beside_trl
 from engine_loss import lose_an_engine

@@ -13,7 +13,8 @@ import os
 import threading
 import time
 from collections import defaultdict
-from typing import Iterator, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 _LOOK_S = 0.03
 _TICKS = os.sysconf("SC_CLK_TCK")

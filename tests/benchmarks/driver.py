@@ -18,8 +18,8 @@ import contextlib
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator
 
 import numpy as np
 

@@ -8,9 +8,9 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Iterator
 
 from paced_run import Rig
 

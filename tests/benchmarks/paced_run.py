@@ -12,12 +12,13 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import log
 from pathlib import Path
 from random import Random
 from statistics import fmean
-from typing import Any, Iterator, Mapping, Sequence
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np

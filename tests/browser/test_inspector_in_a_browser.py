@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import chromium
 import inspector_in_chromium
@@ -31,7 +32,7 @@ def test_filters_search_permalinks_keys_and_tokens_agree_with_the_files(browser,
     inspector_in_chromium.check_run(browser, run, site(run))
 
 
-def test_a_conversation_is_told_apart_by_writer_and_every_tokens_values_are_those_of_the_file(browser, tmp_path):
+def test_conversation_marks_the_writer_and_token_values_equal_the_file(browser, tmp_path):
     run = inspector_runs.turns_run(tmp_path / "turns")
     assert inspector_in_chromium.check_turns(browser, run, site(run)) == 2
 
@@ -42,5 +43,5 @@ def test_no_head_of_the_list_is_cut_on_a_phone(browser, tmp_path):
     inspector_in_chromium.check_heads(browser, site(run))
 
 
-def test_what_a_model_wrote_to_do_harm_is_shown_as_text_and_fetches_nothing(browser, tmp_path):
+def test_harmful_model_output_is_shown_as_text_and_fetches_nothing(browser, tmp_path):
     inspector_in_chromium.check_hostile(browser, tmp_path)

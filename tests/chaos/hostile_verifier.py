@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import time
 import zlib
-from typing import Sequence
+from collections.abc import Sequence
 
 from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
 from gdpo_nemo.environments.tasks.digit_sort import DigitSort

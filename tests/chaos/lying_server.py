@@ -7,9 +7,10 @@ import json
 import random
 import re
 import zlib
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Iterator, Mapping
+from typing import Any
 
 from hostile_gym_server import Hosted, hostile_app
 

@@ -19,10 +19,11 @@ import shutil
 import signal
 import sys
 from collections import Counter
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Callable, ContextManager, Iterator, Mapping, Sequence
+from typing import Any
 
 from hostile_verifier import DEEDS, deed_of
 from lying_server import LIES, lie_about, lying_server
@@ -50,7 +51,7 @@ class Variant:
 
     changes: tuple[str, ...] = ()
     config: str = "gdpo_tiny_cpu.yaml"
-    beside: Callable[[Path], ContextManager[list[str]]] = _nothing
+    beside: Callable[[Path], AbstractContextManager[list[str]]] = _nothing
     """What has to be there while it runs, given the soak's folder; yields further overrides."""
     spoilt: Callable[[Mapping[str, Any]], str | None] | None = None
     """What the verifier did to a sample, from its record; None: nothing, or an honest verifier."""

@@ -46,7 +46,7 @@ def test_a_run_ahead_of_its_weights_accounts_for_every_prompt_after_kills_and_ba
     assert {outcome.fault for outcome in spoilt} == set(DEEDS)
 
 
-def test_a_soak_goes_on_from_its_record_and_its_table_tells_what_was_wrong(tmp_path: Path):
+def test_soak_continues_from_its_record_and_its_table_lists_failures(tmp_path: Path):
     faults = [Outcome("engine-kill", "pid", 3, 2.0), Outcome("engine-kill", "pid", 9, 4.0, wrong="lost")]
     rows = [{"run": 0, "variant": "LoRA", **asdict(fault)} for fault in faults]
     (tmp_path / RECORD).write_text("".join(json.dumps(row) + "\n" for row in rows))

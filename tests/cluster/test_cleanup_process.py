@@ -72,7 +72,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("guard_looked", [False, True])
-def test_what_a_killed_process_started_under_its_guard_is_gone_in_seconds(tmp_path, guard_looked):
+def test_children_of_a_killed_guarded_process_end_in_seconds(tmp_path, guard_looked):
     """The guard ends children, grandchildren and descendants whose parent has ended, but no process that was started
     before the guard.
 

@@ -228,7 +228,7 @@ class Busy:
         return os.getpid()
 
 
-def test_a_process_that_has_ended_is_told_from_one_that_is_busy(config, tmp_path):
+def test_ended_process_is_distinguished_from_a_busy_one(config, tmp_path):
     actors = [ray.remote(Busy).remote() for _ in range(3)]
     pids = ray.get([actor.number.remote() for actor in actors])
     stays = tmp_path / "stays"
@@ -247,7 +247,7 @@ def test_a_process_that_has_ended_is_told_from_one_that_is_busy(config, tmp_path
     assert not one_has_ended([actors[0].number.remote(), actors[2].number.remote()], 30.0)
 
 
-def test_a_replacement_that_nobody_has_asked_for_anything_is_waited_for(fleet, folder):
+def test_idle_replacement_engine_is_waited_for(fleet, folder):
     """As where an engine dies with the policy: the next policy waits for all engines before it has weights to give."""
     before = replaced(fleet)
     (folder / "1").write_text("dies\n")
@@ -299,7 +299,7 @@ def one_engine(config):
     return config
 
 
-def test_an_engine_that_keeps_dying_is_given_up_and_the_other_draws_for_it(fleet, folder):
+def test_engine_that_keeps_dying_is_given_up_and_the_other_samples_for_it(fleet, folder):
     """This test and the next one are the last of the file: the fleet has lost engines afterwards."""
     assert drawn(fleet, 1)[1] == 1
     (folder / "1").write_text("dies\n" * 12)
@@ -311,7 +311,7 @@ def test_an_engine_that_keeps_dying_is_given_up_and_the_other_draws_for_it(fleet
     assert drawn(fleet, 0)[1] == 0
 
 
-def test_without_an_engine_left_whoever_waits_is_told(shared_fleet, folder):
+def test_callers_get_an_error_if_no_engine_is_left(shared_fleet, folder):
     for engine in ("0", "1"):
         (folder / engine).write_text("dies\n" * 12)
     with pytest.raises(RunError, match=r"no engine is left: engine \d: it died 4 times in a row, last"):

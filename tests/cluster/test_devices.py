@@ -128,9 +128,7 @@ def _device(rank: Process, monkeypatch) -> str:
 @pytest.mark.parametrize(
     "tensor, engines, engine_tensor", [(1, 1, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2), (1, 3, 1), (1, 1, 3)]
 )
-def test_separate_engines_and_ranks_see_devices_that_nobody_else_sees(
-    naming, tensor, engines, engine_tensor, monkeypatch
-):
+def test_separate_engines_and_ranks_share_no_device(naming, tensor, engines, engine_tensor, monkeypatch):
     run = config(4, "separate", tensor, engines, engine_tensor)
     ranks, fleet_ = start(run, place_on_this_machine(run), NAMINGS[naming], monkeypatch)
     assert [len(rank.sees) for rank in ranks] == [1] * resolve_layout(run).policy_ranks

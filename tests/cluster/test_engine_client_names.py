@@ -49,7 +49,7 @@ def _names_of_a_fleet(_: int) -> list[str]:
     return asyncio.run(submit())
 
 
-def test_fleets_that_submit_in_threads_of_their_own_give_every_request_a_name_of_its_own(impatient_threads):
+def test_fleets_that_submit_in_separate_threads_give_every_request_a_unique_name(impatient_threads):
     with ThreadPoolExecutor(THREADS) as threads:
         names = [name for found in threads.map(_names_of_a_fleet, range(THREADS)) for name in found]
     assert len(set(names)) == len(names) == THREADS * REQUESTS

@@ -112,7 +112,7 @@ def same(left, right) -> bool:
     )
 
 
-def test_samples_depend_on_prompt_and_seed_alone(parts):
+def test_samples_depend_on_prompt_and_seed_only(parts):
     parts.sync.publish(0)
     wanted = requests(12)
     together = draw(parts.fleet, wanted)
@@ -122,7 +122,7 @@ def test_samples_depend_on_prompt_and_seed_alone(parts):
     assert len({tuple(c.token_ids) for c in draw(parts.fleet, twice).completions}) > 1
 
 
-def test_requests_that_come_one_by_one_use_all_engines(parts):
+def test_single_requests_use_all_engines(parts):
     async def engines_of_each() -> list[int]:
         drawn = [parts.fleet.sample(request, SAMPLING) for request in requests(8)]
         return [engine for _, engine in await asyncio.gather(*drawn)]
@@ -204,7 +204,7 @@ def adapted(parts, digit_model):
     policy.close()
 
 
-def test_adapters_alone_give_the_engines_the_merged_weights_on_every_transport(parts, adapted, digit_model, tmp_path):
+def test_adapter_updates_give_the_engines_the_merged_weights_on_every_transport(parts, adapted, digit_model, tmp_path):
     """A tenth of the bytes; the sync check as near as with the whole model; the same samples either way."""
     wanted = requests(8)
     drawn = []
@@ -304,7 +304,7 @@ def test_a_killed_engine_is_replaced_with_newest_weights_and_its_samples_redrawn
     assert draw(parts.fleet, wanted).version == 21
 
 
-def test_an_engine_replaced_by_an_update_is_not_replaced_again_by_those_who_wait(parts):
+def test_engine_replaced_by_an_update_is_not_replaced_again_by_waiting_callers(parts):
     """The engine is stopped while it is asked, so that it dies with the call, and the update is the first to notice."""
     parts.sync.publish(22)
     wanted = requests(16)
@@ -410,7 +410,7 @@ def apart(parts, digit_model):
         fleet.close()
 
 
-def test_an_engine_whose_vllm_has_a_process_of_its_own_gets_the_same_weights(parts, apart, tmp_path, monkeypatch):
+def test_engine_with_a_separate_vllm_process_gets_the_same_weights(parts, apart, tmp_path, monkeypatch):
     """nccl needs GPUs; it is gloo but for the group, for which see tests/weights/test_nccl_group.py."""
     monkeypatch.setattr(parts.policy, "shared", [[0]])  # as if rank 0 and the engine were on one device, for ipc
     for version, name in enumerate(("memory", "gloo", "folder", "ipc", OWN), 50):

@@ -54,7 +54,7 @@ def test_verdicts_keep_their_order_over_nodes_and_every_node_works(nodes):
 
 
 @pytest.mark.slow
-def test_hangs_crashes_and_mistakes_are_what_they_are_beside_the_driver(nodes):
+def test_hangs_crashes_and_errors_on_env_nodes_equal_those_of_the_driver(nodes):
     texts = ["a", "bb", "hang", "dddd", "crash", "ffffff"]
     verdicts = nodes.verify(trajectories(texts, group=1))
     assert [v.outcome is Outcome.ENV_FAILED for v in verdicts] == [False, False, True, False, True, False]
@@ -128,7 +128,7 @@ def test_parts_follow_the_shares_and_hold_whole_groups():
         assert all(len({index // 4 for index in part}) == len(part) // 4 for part in parts)
 
 
-def test_clients_of_servers_alone_need_no_node():
+def test_clients_of_servers_need_no_env_node():
     config = Config(env={"judge": {"plugin": "nemo_gym"}})
     config.cluster.env_nodes = 1
     with pytest.raises(ConfigError, match="cluster.env_nodes: has no effect"):

@@ -92,9 +92,7 @@ def test_a_worker_is_forked_from_one_thread_with_its_libraries_and_the_launchers
     }  # fmt: skip
 
 
-def test_what_a_library_sets_in_the_environment_at_import_reaches_the_worker_unless_the_worker_has_its_own(
-    launcher, monkeypatch
-):
+def test_variables_set_by_imports_reach_the_worker_unless_it_sets_them(launcher, monkeypatch):
     """vLLM and torch's compiler set such variables when they are imported."""
     names = ("TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_CACHE_DIR")
     for name in names:

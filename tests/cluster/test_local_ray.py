@@ -146,7 +146,7 @@ def test_session_of_a_user_without_a_home_has_no_dashboard_autoscaler_or_copier_
 
 
 @pytest.mark.slow
-def test_a_session_of_this_machine_listens_on_loopback_alone(lines):
+def test_local_session_listens_on_loopback_only(lines):
     """Driver, GCS, raylet with its object manager, the agent of runtime environments, an actor."""
     count, exposed = lines[2].split(" ", 1)
     assert int(count) >= 6 and exposed == "[]", lines
@@ -213,7 +213,7 @@ def unknown(uid):
 
 
 @pytest.mark.slow
-def test_what_stands_for_the_dashboards_agent_ends_with_its_raylet():
+def test_stub_of_the_dashboard_agent_ends_with_its_raylet():
     start = (
         "import os, subprocess, sys; os.environ['RAY_RAYLET_PID'] = str(os.getpid()); "
         "print(subprocess.Popen(sys.argv[1:]).pid, flush=True); sys.stdin.read()"

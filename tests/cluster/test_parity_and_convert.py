@@ -84,6 +84,6 @@ def test_parity_of_one_rank_a_layout_and_vllm_holds_and_catches_a_false_record(g
         (["--record", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
     ],
 )
-def test_what_cannot_be_compared_is_refused_in_one_line(gdpo_nemo, digit_model, arguments, message):
+def test_incomparable_models_are_refused_in_one_line(gdpo_nemo, digit_model, arguments, message):
     status, out, err = gdpo_nemo("parity", "--model", digit_model, *arguments)
     assert status == 2 and message in err and err.count("\n") == 1

@@ -53,7 +53,7 @@ def batch() -> list[TrainSequence]:
 
 
 @pytest.mark.parametrize("way, saved", [("true", 180), ("auto", 180), ("false", 0)])
-def test_updates_and_log_probs_share_prompts_as_the_config_says(way, saved):
+def test_updates_and_log_probs_share_prompts_according_to_the_config(way, saved):
     group = Group(f"policy.share_prompts={way}")
     packing = group.train(batch(), LossSettings()).packing
     group.logprobs(batch())
@@ -61,7 +61,7 @@ def test_updates_and_log_probs_share_prompts_as_the_config_says(way, saved):
     assert (packing["shared_tokens"], packing["saved_share"]) == (saved, saved / 320)
 
 
-def test_reference_and_teacher_choose_their_experts_and_share_prompts_whatever_the_sampler_chose():
+def test_reference_and_teacher_choose_their_experts_and_share_prompts_under_router_replay():
     group = Group("policy.share_prompts=true")
     routed = [replace(s, routing=np.full((40, 2), n, np.int8)) for n, s in enumerate(batch())]
     for options, saved in ({}, 0), ({"reference": True}, 180), ({"teacher": True}, 180):
@@ -70,14 +70,14 @@ def test_reference_and_teacher_choose_their_experts_and_share_prompts_whatever_t
         assert all((routing is None) == bool(options) for routing in group.routing)
 
 
-def test_log_prob_passes_have_micro_batches_of_their_own_size():
+def test_log_prob_passes_have_a_separate_micro_batch_size():
     group = Group("policy.share_prompts=false", "policy.micro_batch_tokens=80", "policy.logprob_micro_batch_tokens=160")
     group.train(batch(), LossSettings())
     group.logprobs(batch())
     assert [len(layout.assignment[0]) for layout in group.sent] == [4, 2]
 
 
-def test_sequences_that_are_to_be_scored_alone_share_nothing():
+def test_sequences_that_are_scored_separately_share_nothing():
     group = Group("policy.share_prompts=true")
     group.logprobs(batch(), packed=False)
     assert not any(group.sent[0].shared)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable
 
 import numpy as np
 import pytest
@@ -148,7 +148,7 @@ def test_equal_weights_pass_with_room_to_spare(stage):
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_the_sync_check_tells_a_fault_from_rounding_and_checksums_find_the_rest(stage, name):
+def test_sync_check_distinguishes_faults_from_rounding_and_checksums_find_the_others(stage, name):
     precision = stage.config.policy.precision
     (make, *seen) = FAULTS[name]
     wrong = make(stage.new, stage.old)
@@ -167,7 +167,7 @@ def test_the_sync_check_tells_a_fault_from_rounding_and_checksums_find_the_rest(
         dict(unpack(manifest, pack(wrong.items(), 1)[1]))
 
 
-def test_a_fault_ends_the_run_with_a_sentence_that_says_how_large_it_is(stage):
+def test_fault_ends_the_run_with_a_sentence_that_contains_its_size(stage):
     stage.difference(_layers_swapped(stage.new, stage.old))
     with pytest.raises(
         RunError, match=r"engine 0 does not hold the weights of version 5: .* differ by 0\.\d+ .*at the start"

@@ -134,7 +134,7 @@ def trained(weights: Weights, seed: int, size: float = 2e-3) -> Weights:
     return {name: moved(tensor) for name, tensor in weights.items()}
 
 
-def test_bfloat16_with_large_logits_goes_on_update_after_update(sides, start):
+def test_bfloat16_with_large_logits_passes_the_check_after_every_update(sides, start):
     (policy, engines, sync_check) = sides
     whole = [np.concatenate([s.prompt_ids, s.completion_ids]) for s in sync_check.sequences]
     assert float(policy.logits(whole[0]).abs().max()) > 24

@@ -57,7 +57,7 @@ def drive(number: signal.Signals, sent: str, seconds: int, *before: str) -> subp
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_terminated_command_takes_back_what_it_began_and_says_so_in_its_status(number):
+def test_terminated_command_cleans_up_and_exits_with_its_signal_status(number):
     done = drive(number, TO_US, 600)
     assert (done.returncode, done.stdout) == (128 + number, "taken back True\n"), done.stderr
 

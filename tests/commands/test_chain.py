@@ -109,7 +109,7 @@ REFUSED = [
 @pytest.mark.slow
 @pytest.mark.parametrize("dry", [["--dry-run"], []], ids=["dry", "real"])
 @pytest.mark.parametrize("files, words, sentence", REFUSED, ids=[str(case[1]) for case in REFUSED])
-def test_what_is_wrong_with_any_stage_is_refused_before_the_first_starts(
+def test_errors_of_any_stage_are_refused_before_the_first_starts(
     files, words, sentence, dry, folders, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(train, "run", lambda arguments: pytest.fail("a stage was started"))
@@ -142,7 +142,7 @@ def test_what_is_wrong_with_any_stage_is_refused_before_the_first_starts(
         ),
     ],
 )
-def test_what_earlier_runs_left_that_does_not_fit_is_refused(
+def test_folders_of_earlier_runs_that_do_not_fit_are_refused(
     outcomes, words, sentence, folders, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(train, "run", lambda arguments: pytest.fail("a stage was started"))
@@ -153,7 +153,7 @@ def test_what_earlier_runs_left_that_does_not_fit_is_refused(
     assert sentence.replace("DIR", str(tmp_path)) in err and err.count("\n") == 1
 
 
-def test_the_dry_run_plans_every_stage_as_what_the_chain_starts_from(folders, capsys):
+def test_dry_run_plans_every_stage_from_the_start_of_the_chain(folders, capsys):
     assert cli.main(["chain", *STAGES, *folders, "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert said.count("---\n# stage ") == 3 and said.count("# per rank   ") == 3 and "unknown until" not in said

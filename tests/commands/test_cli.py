@@ -65,7 +65,7 @@ def _childrens_processor_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def test_overrides_stand_before_between_and_after_options(minimal, capsys):
+def test_overrides_may_precede_and_follow_options(minimal, capsys):
     arguments = ["run.name=a", "--config", str(minimal), "gdpo.max_num_steps=5", "--dry-run", "run.name=b"]
     assert cli.main(["train", *arguments]) == 0
     shown = capsys.readouterr().out

@@ -58,7 +58,7 @@ def dry(config: Path, *overrides: str) -> int:
 
 
 @pytest.mark.slow
-def test_good_data_passes_and_the_plan_says_what_was_read(config, tmp_path, capsys):
+def test_good_data_passes_and_the_plan_lists_the_rows_read(config, tmp_path, capsys):
     assert dry(config(jsonl(tmp_path / "train.jsonl"))) == 0
     said = capsys.readouterr().out
     assert "# data       data.train: 20 rows of" in said and "not tokenized" in said
@@ -183,7 +183,7 @@ def test_csv_and_folders_are_read_by_the_run_and_by_its_dry_run_alike(config, tm
 @pytest.mark.parametrize(
     "name, content", [("a.txt", "hello"), ("a.csv", "a,b\n1,2\n1,2,3\n"), ("a.parquet", "PAR1 no"), ("a.json", "{}")]
 )
-def test_what_the_loader_refuses_the_dry_run_refuses_with_the_same_sentence(name, content, config, tmp_path, capsys):
+def test_dry_run_refuses_data_with_the_sentence_of_the_loader(name, content, config, tmp_path, capsys):
     (tmp_path / name).write_text(content)
     config_file = config(tmp_path / name)
     section = load_config(config_file)
@@ -252,7 +252,7 @@ def byte_model(tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_dataset_on_the_hub_is_left_to_the_run_and_it_says_so(config, tmp_path, capsys, monkeypatch):
+def test_dataset_on_the_hub_is_not_read_and_the_dry_run_reports_this(config, tmp_path, capsys, monkeypatch):
     assert dry(config(Path("openai/gsm8k:main"))) == 0
     assert "data.train: openai/gsm8k:main is on the Hub, not checked" in capsys.readouterr().out
     monkeypatch.setenv("HF_HOME", str(tmp_path))

@@ -113,7 +113,7 @@ def mine(tmp_path):
     return str(tmp_path / "mine.yaml")
 
 
-def test_check_shows_what_would_be_masked_and_why_and_exits_1(mine, capsys, monkeypatch):
+def test_check_shows_masked_samples_with_reasons_and_exits_1(mine, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert cli.main(["env", "check", "asking", "--config", mine, "--completion", "down"]) == 1
     shown = capsys.readouterr().out  # two rows are for it, each with its answer, an empty text, and ours
@@ -133,7 +133,7 @@ def test_check_tells_a_reward_that_does_not_apply_from_one_that_failed(mine, cap
 
 
 @pytest.mark.parametrize("component, said", [("steady", False), ("moving", True)])
-def test_only_what_trains_must_be_equal_in_two_verifications(component, said, mine, tmp_path, capsys):
+def test_only_trained_components_must_be_equal_in_two_verifications(component, said, mine, tmp_path, capsys):
     (tmp_path / "logs_time.py").write_text(
         "import time\n"
         "def steady(completions, log_metric, log_extra, **_):\n"
@@ -175,7 +175,7 @@ def test_an_environment_with_turns_is_played_to_its_end(capsys):
         ),
     ],
 )
-def test_what_cannot_be_checked_is_one_line_on_stderr(mine, arguments, status, message, capsys):
+def test_unverifiable_environment_gives_one_line_on_stderr(mine, arguments, status, message, capsys):
     assert cli.main(["env", "check", *arguments, "--config", mine]) == status
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and message in error
@@ -193,6 +193,6 @@ def test_what_cannot_be_checked_is_one_line_on_stderr(mine, arguments, status, m
         ("env.asking.num_workers=0", "env.asking.num_workers: must be a number of processes"),
     ],
 )
-def test_a_dry_run_finds_what_is_not_there_without_running_it(mine, override, message, capsys):
+def test_dry_run_finds_missing_names_without_running_code(mine, override, message, capsys):
     assert cli.main(["train", "--dry-run", "--config", mine, override]) == 2
     assert re.search(message, capsys.readouterr().err)

@@ -63,7 +63,7 @@ def test_a_step_a_checkpoint_and_a_model_mean_themselves(run_dir, tmp_path):
         ("nowhere", None, "not a run, checkpoint or model folder"),
     ],
 )
-def test_what_is_no_subject_is_refused(run_dir, tmp_path, source, step, message):
+def test_folder_that_is_not_a_run_or_model_is_refused(run_dir, tmp_path, source, step, message):
     for folder, file in (("elsewhere", "config.json"), ("empty", "config.yaml")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / file).write_text("")
@@ -90,7 +90,7 @@ RECIPES = sorted((Path(__file__).resolve().parents[2] / "configs").glob("gdpo_*.
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_a_machine_with_room_for_the_engines_alone_is_enough(recipe):
+def test_machine_with_room_for_only_the_engines_is_enough(recipe):
     config = load_config(recipe)
     if config.cluster.gpus_per_node:
         config.cluster.num_nodes = 1

@@ -78,7 +78,7 @@ def test_a_step_is_explained_with_the_weight_that_a_constraint_had_then(tmp_path
     assert "1 correctness + 1 format + 2 length by gdpo" in shown(capsys, path, "gdpo.rewards.length=2")
 
 
-def test_it_names_the_samples_that_a_sum_would_not_have_told_apart(tmp_path, capsys):
+def test_command_lists_the_samples_that_a_sum_would_merge(tmp_path, capsys):
     out = shown(capsys, recorded(tmp_path, two_groups()))
     assert "the same advantage to 2 pairs of samples that these advantages distinguish, in 1 of 2 groups" in out
     line = next(
@@ -96,7 +96,7 @@ def test_the_diagnosis_of_the_step_is_there_with_its_alerts(tmp_path, capsys):
     assert "would distinguish the same pairs of samples" in out
 
 
-def test_overrides_answer_what_if_and_say_that_the_run_did_otherwise(tmp_path, capsys):
+def test_overrides_recompute_advantages_and_report_the_difference_from_the_run(tmp_path, capsys):
     path = recorded(tmp_path, two_groups())
     out = shown(capsys, path, "gdpo.estimator=grpo")
     assert "by grpo" in out and "The advantages recorded by the run differ" in out
@@ -125,14 +125,14 @@ def test_a_missing_reward_is_shown_as_missing_and_not_as_0(tmp_path, capsys):
     assert "nan" not in out and "length missing" in out
 
 
-def test_a_failed_sample_is_shown_and_compared_with_nobody(tmp_path, capsys):
+def test_failed_sample_is_shown_and_not_compared(tmp_path, capsys):
     groups = two_groups()
     groups[0].trajectories[0].outcome = Outcome.ENV_FAILED
     out = shown(capsys, recorded(tmp_path, groups))
     assert "env_failed" in out and "would distinguish the same pairs of samples" in out
 
 
-def test_a_prompt_drawn_twice_in_a_step_stays_two_groups(tmp_path):
+def test_prompt_sampled_twice_in_a_step_gives_two_groups(tmp_path):
     path = recorded(tmp_path, [two_groups()[0], two_groups()[0]])
     assert [len(g.trajectories) for g in read_step(path)[0]] == [4, 4]
 

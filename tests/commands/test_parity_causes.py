@@ -101,7 +101,7 @@ def test_other_weights_are_named(model):
     assert cause.startswith("other weights")
 
 
-def test_worst_tokens_are_found_where_they_are_and_nan_is_worst(model):
+def test_worst_tokens_are_found_at_their_positions_and_nan_is_worst(model):
     reference = score(model)
     measured = [v.copy() for v in reference]
     measured[2][7] += 0.5

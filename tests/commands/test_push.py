@@ -54,7 +54,7 @@ def test_a_run_is_pushed_as_its_exported_model_into_a_private_repository(hub, ru
     assert all((run_dir / "model" / name).read_bytes() == data for name, data in hub.files["me/mine"].items())
 
 
-def test_verbose_says_what_the_upload_took_and_quiet_leaves_out_the_note(hub, run_dir, capsys):
+def test_verbose_prints_the_duration_of_the_upload_and_quiet_omits_the_note(hub, run_dir, capsys):
     (run_dir / "model" / "README.md").unlink()
     assert cli.main(["push", str(run_dir), "me/mine"]) == 0
     assert capsys.readouterr().err == f"note: {run_dir / 'model'} has no model card (README.md)\n"
@@ -66,7 +66,7 @@ def test_verbose_says_what_the_upload_took_and_quiet_leaves_out_the_note(hub, ru
     assert re.search(took, capsys.readouterr().err, re.MULTILINE)
 
 
-def test_it_is_public_only_where_that_is_said(hub, run_dir, capsys):
+def test_repository_is_public_only_on_request(hub, run_dir, capsys):
     assert cli.main(["push", str(run_dir / "model"), "me/open", "--public"]) == 0
     assert hub.private == {"me/open": False}
     hub.files.clear()
@@ -75,7 +75,7 @@ def test_it_is_public_only_where_that_is_said(hub, run_dir, capsys):
     assert cli.main(["push", str(run_dir / "model"), "me/open", "--public"]) == 0 and hub.files["me/open"]
 
 
-def test_a_dry_run_lists_files_and_sizes_and_connects_to_nobody(hub, run_dir, capsys, monkeypatch):
+def test_dry_run_lists_files_and_sizes_without_network_access(hub, run_dir, capsys, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     assert cli.main(["push", str(run_dir), "me/mine", "--dry-run"]) == 0
     out = capsys.readouterr().out
@@ -84,7 +84,7 @@ def test_a_dry_run_lists_files_and_sizes_and_connects_to_nobody(hub, run_dir, ca
     assert hub.calls == [] and hub.private == {}
 
 
-def test_the_token_may_stand_in_a_file_and_a_wrong_one_is_one_sentence(hub, run_dir, tmp_path, capsys, monkeypatch):
+def test_token_is_read_from_a_file_and_a_wrong_one_gives_one_sentence(hub, run_dir, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     file = tmp_path / "token"
     file.write_text("hf_wrong\n")
@@ -131,7 +131,7 @@ def _index(folder: Path) -> None:
         ),
     ],
 )
-def test_a_folder_that_is_no_exported_model_is_refused(hub, run_dir, tmp_path, capsys, source, spoil, message):
+def test_folder_that_is_not_an_exported_model_is_refused(hub, run_dir, tmp_path, capsys, source, spoil, message):
     if spoil:
         spoil(run_dir)
     assert cli.main(["push", str(tmp_path / source), "me/mine"]) == 2

@@ -17,11 +17,11 @@ from gdpo_nemo.observe.metric_registry import metrics
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-def test_the_pages_in_docs_are_what_the_command_writes(capsys):
+def test_pages_in_docs_equal_the_output_of_the_command(capsys):
     assert cli.main(["reference", "--check", "--out", str(DOCS)]) == 0, capsys.readouterr().err
 
 
-def test_a_page_that_is_old_or_missing_is_named_and_written_anew(tmp_path, capsys):
+def test_old_or_missing_page_is_named_and_rewritten(tmp_path, capsys):
     assert cli.main(["reference", "--check", "--out", str(tmp_path)]) == 1
     assert "reference_config.md" in (said := capsys.readouterr().err) and "reference_metrics.md" in said
     assert list(tmp_path.iterdir()) == []
@@ -55,7 +55,7 @@ def test_rows_have_the_cells_of_their_head_and_links_a_heading():
         assert set(re.findall(r"\]\(#(.*?)\)", page)) <= anchors
 
 
-def test_types_choices_and_defaults_are_said():
+def test_types_choices_and_defaults_are_listed():
     page = config_page()
     assert "| `precision` | one of `float32`, `bfloat16` | `bfloat16` |" in page
     assert "or a custom function (`file.py:name`) | `gdpo` |" in page

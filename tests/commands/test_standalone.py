@@ -121,7 +121,7 @@ def test_parity_takes_turns_where_all_parts_at_once_need_more_gpus(gpus, machine
     assert record.most == (gpus or 4)
 
 
-def test_parity_starts_all_parts_at_once_where_there_are_devices_for_them(machine, model):
+def test_parity_starts_all_parts_at_once_if_there_are_enough_devices(machine, model):
     record = machine(8)
     assert cli.main(["parity", "--model", str(model), "--layout", "data=6", "--engine"]) == 0
     assert record.most == 8

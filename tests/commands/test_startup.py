@@ -104,14 +104,14 @@ def test_without_a_terminal_or_quietly_the_error_is_all_there_is(tmp_path):
 
 
 @pytest.mark.slow
-def test_verbose_says_what_every_phase_took(tmp_path):
+def test_verbose_prints_the_duration_of_every_phase(tmp_path):
     done = subprocess.run([*refused_run(tmp_path), "-v"], capture_output=True, text=True, cwd=REPOSITORY)
     said = re.findall(r"^(\w+): \d+\.\d s$", done.stdout, re.MULTILINE)
     assert list(dict.fromkeys(said)) == ["config", "imports", "environments", "model", "tokenizer", "data"]
 
 
 @pytest.mark.slow
-def test_what_a_run_reads_before_its_processes_needs_no_torch(tmp_path):
+def test_reading_of_config_and_data_imports_no_torch(tmp_path):
     model_folder(tmp_path / "model")
     code = (
         "import sys\nfrom gdpo_nemo.commands import cli\nfrom gdpo_nemo.training import api, setup\n"
@@ -154,7 +154,7 @@ def test_every_other_tokenizer_is_left_to_auto_tokenizer(model_type, settings, t
 
 
 @pytest.mark.slow
-def test_what_a_factory_prints_stands_above_the_phases_and_quietly_nowhere(tmp_path, capfd):
+def test_output_of_a_factory_is_above_the_phases_and_absent_with_quiet(tmp_path, capfd):
     factory = tmp_path / "factory.py"
     factory.write_text(
         "from pathlib import Path\ndef make(folder, seed):\n    print('warming up', seed)\n    Path(folder).mkdir()\n"

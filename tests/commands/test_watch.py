@@ -49,7 +49,7 @@ def status_of(run: Path, **said) -> None:
     )
 
 
-def test_a_run_is_drawn_from_its_folder_alone(folder):
+def test_run_is_shown_from_its_folder_only(folder):
     status = StatusFile(folder, lambda: {"step": 7, "queues": {"groups ready": 3}})
     write_alert(folder, 5, "component 'format' is dead")
     with waiting("verdicts of demo", "environments"):
@@ -66,7 +66,7 @@ def test_a_run_is_drawn_from_its_folder_alone(folder):
     assert "the run has ended: complete" in drawn(folder) and "waits" not in drawn(folder)
 
 
-def test_a_folder_that_is_being_written_is_no_error(folder):
+def test_folder_that_is_being_written_is_not_an_error(folder):
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 8, "los')
     (folder / "status.json").write_text('{"time": 1')
@@ -76,7 +76,7 @@ def test_a_folder_that_is_being_written_is_no_error(folder):
 
 
 @pytest.mark.parametrize("junk", ["[]", '{"waits": [3, {"since": "x"}], "queues": 1, "driver": "x", "time": null}'])
-def test_a_status_of_another_program_is_no_error(folder, junk):
+def test_status_of_another_program_is_not_an_error(folder, junk):
     (folder / "status.json").write_text(junk)
     assert snapshot(folder).outcome is None and "step 7/60" in drawn(folder)
 
@@ -119,7 +119,7 @@ def test_the_view_ends_with_the_run_and_leaves_its_last_state(folder, outcome, c
     assert len(left) == 2 and f"the run has ended: {outcome}" in left[1] and "step 8/60" in left[1]
 
 
-def test_where_there_is_no_terminal_it_is_drawn_once(folder, capsys):
+def test_run_is_shown_once_without_a_terminal(folder, capsys):
     assert cli.main(["watch", str(folder)]) == 0
     assert "step 7/60" in capsys.readouterr().out
 

@@ -14,9 +14,9 @@ import re
 import shlex
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterator
 
 from gdpo_nemo.tools.interop.translation import CANNOT_RUN, DIFFERS, SAME
 from gdpo_nemo.tools.interop.trl.translate import translate_trl

@@ -52,7 +52,7 @@ def test_a_weight_needs_a_component_that_an_environment_gives_or_a_rule_creates(
     validate(load_config(minimal, ["gdpo.rewards.brief=1.0", "gdpo.shaping=[{component: brief, length: {full: 20}}]"]))
 
 
-def test_only_what_costs_nothing_to_build_is_asked_for_its_components(minimal, tmp_path):
+def test_only_instant_environments_are_built_for_their_components(minimal, tmp_path):
     author = tmp_path / "author.py"
     author.write_text("raise RuntimeError('the dry run imported me')\n")
     plugin = [f"env.toy.plugin={author}:Environment", "gdpo.rewards={anything: 1.0}"]
@@ -103,7 +103,7 @@ def test_estimators_presets_and_options_must_fit_each_other(minimal, overrides, 
         ["rollout.turns.max_turns=33", "gdpo.num_prompts_per_step=256"],
     ],
 )
-def test_what_fits_is_accepted(minimal, overrides):
+def test_consistent_settings_are_accepted(minimal, overrides):
     assert validate(load_config(minimal, overrides)).notes == ()
 
 
@@ -236,7 +236,7 @@ def test_a_dry_run_that_uses_every_check_imports_no_torch(minimal):
     assert result.returncode == 0, result.stderr
 
 
-def test_the_key_of_a_condition_is_kept_as_it_was_written(tmp_path):
+def test_key_of_a_condition_keeps_its_spelling(tmp_path):
     """YAML 1.1 reads a bare ``on`` as true, which nobody would know for it."""
     config = load_config(None, [f"gdpo.shaping=[{CONDITION}]"])
     (tmp_path / "kept.yaml").write_text(to_yaml(config))

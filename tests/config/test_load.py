@@ -245,7 +245,7 @@ def test_a_saved_config_loads_back_equal(demo, tmp_path, rewards, name, seed):
     assert OmegaConf.to_container(OmegaConf.load(path)) == config_to_dict(config)
 
 
-def test_environments_of_a_parent_stay_only_where_they_are_named_again(minimal, tmp_path):
+def test_environments_of_a_parent_stay_only_if_named_again(minimal, tmp_path):
     parent = tmp_path / "parent.yaml"
     child = tmp_path / "child.yaml"
     parent.write_text(minimal.read_text().replace("env: {", "env: {unused: {}, "))

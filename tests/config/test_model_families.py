@@ -438,17 +438,17 @@ def test_windows_that_engines_would_give_to_all_layers_are_refused_for_sampling(
         validate(load_config(minimal, [f"policy.model_name={folder(content)}", *GPUS]))
 
 
-def test_a_window_that_is_given_but_off_by_default_is_no_obstacle():
+def test_window_that_is_off_by_default_is_accepted():
     describe({**SUPPORTED["Qwen3"], "sliding_window": 4096})
 
 
-def test_head_sizes_matter_to_the_engines_on_cpu_alone(folder, minimal):
+def test_head_sizes_are_limited_only_for_engines_on_cpus(folder, minimal):
     model = f"policy.model_name={folder(REFUSED['heads of 16'][0])}"
     validate(load_config(minimal, [model, *GPUS]))
     assert 16 not in CPU_HEAD_SIZES
 
 
-def test_a_recipe_of_nemo_rl_with_a_local_model_is_held_against_the_families_too(folder, tmp_path, capsys):
+def test_recipe_of_nemo_rl_with_a_local_model_is_also_compared_with_the_families(folder, tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"policy: {{model_name: {folder(REFUSED['Qwen2-VL'][0])}}}\ngrpo: {{num_prompts_per_step: 4}}\n")
     assert cli.main(["config", "from-nemo-rl", str(recipe)]) != 0

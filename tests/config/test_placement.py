@@ -77,12 +77,12 @@ def test_policy_fills_nodes_from_the_first_and_engines_from_the_last(wanted, pla
         (config(2, 8, data=9, engines=8), "the policy needs 9 GPUs .* 16 GPUs minus 8 x 1 for the engines leave 8"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_arithmetic(wanted, why):
+def test_placement_that_does_not_fit_is_refused_with_the_arithmetic(wanted, why):
     with pytest.raises(ConfigError, match=why):
         place(wanted.cluster, resolve_layout(wanted))
 
 
-def test_environment_workers_are_dealt_out_evenly_to_nodes_of_their_own():
+def test_environment_workers_are_distributed_evenly_to_separate_nodes():
     wanted = config(2, 8, engines=8)
     wanted.cluster.env_nodes = 3
     wanted.rollout.env_workers = 4
@@ -119,7 +119,7 @@ def test_notes_name_a_cluster_that_the_environment_specifies(monkeypatch):
     assert note not in validate(load_config(TINY, ["cluster.address=g:1"])).notes
 
 
-def test_a_run_on_several_nodes_is_told_that_it_joins_a_cluster(monkeypatch):
+def test_run_on_several_nodes_must_join_a_cluster(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     notes = validate(load_config(TINY, ["cluster.env_nodes=1"])).notes
     assert any(note.startswith("cluster.address: a run on 2 nodes joins a Ray cluster") for note in notes)
@@ -204,9 +204,7 @@ def test_a_colocated_layout_that_cannot_be_is_refused_with_the_arithmetic():
         (1, 8, "separate", "ipc", "ipc requires engines on the policy's devices"),
     ],
 )
-def test_a_transport_follows_from_the_placement_or_is_refused_where_it_cannot_be(
-    nodes, gpus, placement, wanted, chosen
-):
+def test_transport_follows_from_the_placement_or_is_refused(nodes, gpus, placement, wanted, chosen):
     found = load_config(TINY, [f"weights.transport={wanted}", f"cluster.placement={placement}"])
     found.cluster.num_nodes = nodes
     found.cluster.gpus_per_node = gpus

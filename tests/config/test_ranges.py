@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Annotated, Any, Dict, Iterator, List, Optional
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 import pytest
 
@@ -112,11 +113,11 @@ def _just_inside(range_: Range) -> list[float]:
         (Range(-(10**12), 10**12), "at least -1,000,000,000,000 and at most 1,000,000,000,000"),
     ],
 )
-def test_a_range_reads_as_what_a_number_must_be(range_, words):
+def test_range_is_described_as_a_condition_on_the_number(range_, words):
     assert str(range_) == words
 
 
-def test_a_number_beyond_the_default_limits_is_told_the_limit_that_it_exceeds():
+def test_number_beyond_a_default_limit_is_refused_with_the_limit():
     assert Range(0).demand(1e300) == "at most 1,000,000,000,000,000"
     assert Range().demand(-1e300) == "at least -1,000,000,000,000,000"
     assert Range(0).demand(-1e300) == "0 or more"
@@ -124,14 +125,14 @@ def test_a_number_beyond_the_default_limits_is_told_the_limit_that_it_exceeds():
 
 @dataclasses.dataclass
 class _Inner:
-    share: Annotated[Optional[float], Range(0, 1)] = None
+    share: Annotated[float | None, Range(0, 1)] = None
 
 
 @dataclasses.dataclass
 class _Outer:
     plain: int = 0
-    several: Annotated[List[int], Range(1)] = dataclasses.field(default_factory=list)
-    named: Annotated[Dict[str, float], Range(0)] = dataclasses.field(default_factory=dict)
+    several: Annotated[list[int], Range(1)] = dataclasses.field(default_factory=list)
+    named: Annotated[dict[str, float], Range(0)] = dataclasses.field(default_factory=dict)
     inner: _Inner = dataclasses.field(default_factory=_Inner)
 
 

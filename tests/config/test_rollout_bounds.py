@@ -112,7 +112,7 @@ def test_no_group_that_the_bound_admits_is_trained_too_late(staleness, sync_ever
         ),
     ],
 )
-def test_what_contradicts_the_bound_is_refused_with_the_arithmetic(minimal, overrides, expected):
+def test_settings_that_contradict_the_bound_are_refused_with_the_arithmetic(minimal, overrides, expected):
     assert expected in refused(minimal, *overrides)
 
 
@@ -160,7 +160,7 @@ REROLL = "gdpo.dynamic_sampling={enabled: true, reroll_after: 2"
         ([f"{REROLL}, leave_one_out: true}}"], "gdpo.dynamic_sampling.reroll_after: conflicts with leave_one_out"),
     ],
 )
-def test_what_cannot_be_used_again_is_refused_with_the_arithmetic(minimal, overrides, expected):
+def test_impossible_reuse_is_refused_with_the_arithmetic(minimal, overrides, expected):
     assert expected in refused(minimal, *overrides)
 
 
@@ -173,7 +173,7 @@ def test_what_cannot_be_used_again_is_refused_with_the_arithmetic(minimal, overr
         (["max_staleness=3", "replay_buffer={groups: 10, reuse: 2}"], 1, 24),
     ],
 )
-def test_groups_that_are_trained_again_leave_fewer_to_be_under_way(minimal, overrides, window, bound):
+def test_groups_that_are_trained_again_reduce_the_groups_in_flight(minimal, overrides, window, bound):
     config = of(minimal, *overrides, "loss_fn.old_logprobs=trainer")
     assert validate(config).notes == ()
     assert (resolved_window(config.rollout), resolved_bound(config)) == (window, bound)
@@ -195,7 +195,7 @@ def test_groups_that_are_trained_again_leave_fewer_to_be_under_way(minimal, over
         ["group_timeout_s=9", "min_valid=1", "max_staleness=3"],
     ],
 )
-def test_what_agrees_with_the_bound_is_accepted(minimal, overrides):
+def test_settings_that_agree_with_the_bound_are_accepted(minimal, overrides):
     assert validate(of(minimal, *overrides)).notes == ()
 
 
@@ -228,11 +228,11 @@ def test_rounds_count_the_groups_that_a_step_may_replace(minimal):
         ),
     ],
 )
-def test_the_plan_says_what_runs_ahead_and_by_how_much(minimal, overrides, line):
+def test_plan_states_the_number_of_groups_sampled_ahead(minimal, overrides, line):
     assert line in describe(resolve(of(minimal, *overrides))).splitlines()
 
 
-def test_an_evaluation_of_an_asynchronous_run_is_valid_whatever_it_set():
+def test_evaluation_of_an_asynchronous_run_is_valid_for_all_settings():
     from gdpo_nemo.commands.evaluate import without_policy
 
     ahead = ["max_staleness=2", "kv=keep", "window=2", "depth=20", "sync_every=2", "replay_buffer.groups=5"]

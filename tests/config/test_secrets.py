@@ -45,7 +45,7 @@ def test_passwords_in_urls_are_masked():
     assert recorded(config)["logger"]["mlflow"]["tracking_uri"] == "http://me:***@host:5000/x"
 
 
-def test_a_resume_under_the_same_environment_is_no_change_and_shows_no_secret(config, monkeypatch):
+def test_resume_under_the_same_environment_reports_no_change_and_no_secret(config, monkeypatch):
     before = recorded(config)
     assert find_changes(before, config) == []
     monkeypatch.setenv("GDPO_TEST_KEY", "another-" + SECRET)

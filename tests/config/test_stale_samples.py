@@ -96,7 +96,7 @@ def test_samples_that_are_new_or_have_a_ratio_to_the_sampler_get_no_correction(m
         (["loss_fn.off_policy.ratio_max=5.0"], "truncate", "token"),
     ],
 )
-def test_a_null_mode_gives_way_to_what_the_config_says(minimal, overrides, mode, level):
+def test_null_mode_is_replaced_by_the_mode_of_the_config(minimal, overrides, mode, level):
     loss = loss_of(minimal, *STALE, *overrides)
     assert (loss.off_policy.correction, loss.off_policy.level) == (mode, level)
     assert not any(NOTE in note for note in validate(load_config(minimal, [*STALE, *overrides])).notes)
@@ -125,7 +125,7 @@ def test_a_correction_by_a_ratio_that_the_loss_does_not_have_is_refused(minimal)
         validate(load_config(minimal, ["loss_fn.type=reinforce", "loss_fn.old_logprobs=sampler"]))
 
 
-def test_bounds_of_the_default_correction_have_no_effect_where_there_is_none(minimal):
+def test_bounds_of_the_default_correction_have_no_effect_without_a_correction(minimal):
     validate(load_config(minimal, [*STALE, "loss_fn.off_policy.ratio_max=3.0"]))
     for overrides in ([], [*STALE, "loss_fn.off_policy.mode=none"]):
         with pytest.raises(ConfigError, match="loss_fn.off_policy.ratio_max: has no effect unless"):
@@ -135,7 +135,7 @@ def test_bounds_of_the_default_correction_have_no_effect_where_there_is_none(min
 @pytest.mark.parametrize(
     "overrides, sampled", [([], False), (STALE, False), (["rollout.max_staleness=4"], True)], ids=["new", "old", "null"]
 )
-def test_the_gap_to_the_sampler_is_measured_whatever_the_ratio_starts_from(minimal, overrides, sampled):
+def test_gap_to_the_sampler_is_measured_for_every_source_of_old_log_probs(minimal, overrides, sampled):
     loss = loss_of(minimal, *overrides)
     new, drawn = torch.full((4,), -1.0), torch.full((4,), -1.5)
     old = drawn if sampled else None

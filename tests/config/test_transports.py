@@ -44,13 +44,13 @@ def test_the_values_of_the_config_are_auto_and_the_registry():
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
-def test_what_is_read_from_a_transports_source_is_what_its_class_says(name):
+def test_declarations_read_from_a_transports_source_equal_those_of_its_class(name):
     found = load_transport(name)
     assert (declared(name).refuses, declared(name).uses_buckets) == (found.refuses, found.uses_buckets)
     assert ImportPath(BASE).load() is Transport
 
 
-def test_what_auto_stands_for_is_in_the_registry_and_never_refused():
+def test_auto_resolves_to_a_registered_transport_and_is_never_refused():
     for placement in ("separate", "colocated"):
         for nodes in (1, 2):
             for gpus in (0, 8):
@@ -61,7 +61,7 @@ def test_what_auto_stands_for_is_in_the_registry_and_never_refused():
                 assert not any(CONDITIONS[condition](config) for condition in refused)
 
 
-def test_reading_what_a_transport_declares_imports_no_torch():
+def test_reading_of_transport_declarations_imports_no_torch():
     code = (
         "import sys; from gdpo_nemo.config.transports import TRANSPORTS, declared; "
         f"[declared(name) for name in (*TRANSPORTS, '{EXAMPLE}:CompressedTransport')]; "
@@ -70,7 +70,7 @@ def test_reading_what_a_transport_declares_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0
 
 
-def test_a_transport_by_place_is_refused_where_it_says_that_it_cannot_work():
+def test_custom_transport_is_refused_if_it_declares_the_placement_unsupported():
     place = f"{EXAMPLE}:CompressedTransport"
     assert chosen_transport(checked(place)) == place
     with pytest.raises(ConfigError, match=f"^weights.transport: {place} compresses on the host"):
@@ -96,7 +96,7 @@ def test_a_transport_by_place_is_refused_where_it_says_that_it_cannot_work():
         ("class First(NcclTransport): pass\nclass Mine(First): pass", "Mine requires GPUs"),
     ],
 )
-def test_what_is_wrong_with_a_transport_by_place_is_found_without_running_it(tmp_path, text, complaint):
+def test_errors_of_a_custom_transport_are_found_without_running_it(tmp_path, text, complaint):
     with pytest.raises(ConfigError, match=rf"^weights.transport: .*{complaint}"):
         checked(written(tmp_path, text))
 
@@ -151,7 +151,7 @@ def test_a_transport_that_is_none_is_refused_when_it_is_loaded(tmp_path, text, c
         load_transport(written(tmp_path, text, IMPORT))
 
 
-def test_errors_of_a_transport_by_place_are_one_sentence_and_ours_stay_as_they_are(tmp_path):
+def test_errors_of_a_custom_transport_are_one_sentence_and_config_errors_are_unchanged(tmp_path):
     own = make_transport(written(tmp_path, WHOLE, IMPORT), None, tmp_path, 1)
     with pytest.raises(RunError, match="^weights.transport: Mine.prepare: ZeroDivisionError: division by zero$"):
         with errors_named(type(own), "prepare"):

@@ -132,7 +132,7 @@ def refused(path: Path, *overrides: str) -> str:
         (["data.train.path=absent.jsonl"], "data.train.path: absent.jsonl not found"),
     ],
 )
-def test_what_cannot_run_is_refused_by_name(minimal, overrides, expected):
+def test_impossible_settings_are_refused_by_name(minimal, overrides, expected):
     assert expected in refused(minimal, *overrides)
 
 
@@ -166,7 +166,7 @@ def test_a_key_without_effect_is_refused_and_its_default_is_not(minimal, overrid
     validate(load_config(minimal, overrides))
 
 
-def test_switching_validation_off_leaves_its_settings_alone_but_notes_them(minimal):
+def test_disabled_validation_accepts_its_settings_and_notes_them(minimal):
     changes = ["data.validation={environment: toy}", "gdpo.val_prompts=8", "gdpo.val_period=5"]
     assert validate(load_config(minimal, changes)).notes == ()
     notes = validate(load_config(minimal, [*changes, "gdpo.val_period=0"])).notes
@@ -236,13 +236,13 @@ def model(tmp_path: Path) -> Path:
         ("policy.max_total_sequence_length=2048", "2048 exceeds the 1024 positions of the model"),
     ],
 )
-def test_a_local_model_is_held_against_the_layout(minimal, model, key, expected):
+def test_local_model_is_compared_with_the_layout(minimal, model, key, expected):
     name = f"policy.model_name={model}"
     validate(load_config(minimal, [name]))
     assert expected in refused(minimal, name, key)
 
 
-def test_expert_parallelism_that_does_not_fit_names_what_would(minimal):
+def test_impossible_expert_parallelism_is_refused_with_the_possible_sizes(minimal):
     said = refused(minimal, f"{MEGATRON}.expert_model_parallel_size=3", f"{MEGATRON}.data_parallel_size=4")
     assert (
         "3 x expert tensor 1 = 3 does not divide the 4 ranks" in said
@@ -274,7 +274,7 @@ def test_switches_that_could_do_nothing_are_refused(minimal, keys, expected):
     assert expected in refused(minimal, "policy.precision=float32", *(f"{MEGATRON}.{key}" for key in keys))
 
 
-def test_an_optimizer_of_half_the_size_is_refused_where_it_cannot_act(minimal):
+def test_optimizer_of_half_the_size_is_refused_if_it_has_no_effect(minimal):
     keys = [f"{MEGATRON}.{_AWARE}", f"{MEGATRON}.use_distributed_optimizer=true", "policy.precision=bfloat16"]
     assert "requires TransformerEngine's Adam, on GPUs" in refused(minimal, *keys)
     gpus = [*keys, "cluster.gpus_per_node=8"]
@@ -339,7 +339,7 @@ def test_an_absent_model_needs_a_factory_whose_function_exists(minimal, tmp_path
     assert "has no function build" in refused(minimal, absent, f"policy.model_factory={tmp_path / 'factory.py'}:build")
 
 
-def test_a_model_that_a_factory_has_yet_to_make_is_held_against_the_layout(minimal, tmp_path):
+def test_model_of_a_factory_is_compared_with_the_layout(minimal, tmp_path):
     demo = [
         f"policy.model_name={tmp_path / 'absent'}",
         "policy.model_factory=examples/make_tiny_model.py:make_tiny_model",
@@ -359,7 +359,7 @@ def test_a_model_that_a_factory_has_yet_to_make_is_held_against_the_layout(minim
         ("MODEL_CONFIGS = {'make': {'model_type': 'gpt2'}}", "model type 'gpt2' is not supported"),
     ],
 )
-def test_what_a_factory_says_of_its_model_is_checked(minimal, tmp_path, text, expected):
+def test_declaration_of_a_model_by_its_factory_is_checked(minimal, tmp_path, text, expected):
     (tmp_path / "factory.py").write_text(f"{text}\ndef make(folder, seed): pass\n")
     absent = [f"policy.model_name={tmp_path / 'absent'}", f"policy.model_factory={tmp_path / 'factory.py'}:make"]
     assert expected in refused(minimal, *absent)
@@ -370,7 +370,7 @@ def test_what_a_factory_says_of_its_model_is_checked(minimal, tmp_path, text, ex
     ["~nobody/x", "a/../b", "org/", "/x", "o rg/x", "o/..", "./x", "o/a--b", "o/a..b", "o/x.git", "o/-x", "o/x.",
      "o/.x", "org/\u00e4", "org/" + "x" * 97, "org/x\x1b[31m", "org/x\n", "org/x\0", "o/x/y", "", "-o/x"],
 )  # fmt: skip
-def test_a_name_that_the_hub_does_not_allow_is_no_hub_name(name):
+def test_name_that_the_hub_does_not_allow_is_not_a_hub_name(name):
     assert not may_be_on_the_hub(name)
 
 
@@ -412,7 +412,7 @@ def test_the_plan_works_the_batch_arithmetic_out(minimal):
     [([], 36), (["max_turns=3"], 108), (["max_turns=3", "max_tokens=50"], 50)],
     ids=["one", "three", "budget"],
 )
-def test_a_null_constant_length_is_what_its_documentation_says(turns, tokens):
+def test_null_constant_length_has_its_documented_value(turns, tokens):
     from gdpo_nemo.commands.explain import explain
     from gdpo_nemo.rollouts.credit import longest_completion
 
@@ -458,7 +458,7 @@ def test_an_uneven_pipeline_has_to_hold_the_models_layers(minimal, model, overri
     "ends, layers",
     [([f"{FIRST}=3"], [3, 1, 1, 1]), ([f"{FIRST}=2", f"{LAST}=2"], [2, 1, 1, 2]), ([f"{LAST}=3"], [1, 1, 1, 3])],
 )
-def test_what_the_check_takes_the_plan_places(minimal, model, ends, layers):
+def test_plan_places_every_config_that_passes_the_check(minimal, model, ends, layers):
     from gdpo_nemo.config.layout import stage_layers
 
     config = load_config(minimal, [f"policy.model_name={model}", STAGES, *ends])

@@ -117,7 +117,7 @@ def test_the_fingerprint_knows_text_and_strides():
     assert source(texts, base).fingerprint == kinds[0].fingerprint
 
 
-def test_a_split_is_read_as_texts_where_it_says_so_and_as_prompts_where_not(tmp_path):
+def test_split_is_read_as_texts_or_prompts_according_to_its_config(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "abc", "body": "abcdefgh"}) + "\n")
     config = Config()

@@ -35,7 +35,7 @@ def test_the_model_reads_system_message_and_every_exchange_in_the_template():
     assert text(tokenizer, talk.prompt("one")[0]) == text(tokenizer, first)
 
 
-def test_a_reply_stays_as_it_was_sampled_whatever_its_text_would_be_tokenised_as():
+def test_reply_keeps_its_sampled_tokens_even_if_its_text_has_another_tokenisation():
     talk, tokenizer = dialogue()
     sampled = [0, 5, 0, 7]  # 0 is <unk>, which no text becomes again
     talk.add("one", sampled)

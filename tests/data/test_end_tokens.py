@@ -78,7 +78,7 @@ def test_a_reward_model_reads_no_end_token_after_that_of_the_template(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_note_says_that_engines_do_not_stop_at_the_end_of_a_turn(tmp_path, family):
+def test_note_reports_that_engines_do_not_stop_at_the_end_of_a_turn(tmp_path, family):
     tokenizer = tokenizer_of(family)
     end, eos = FAMILIES[family]
     ids = tokenizer.convert_tokens_to_ids([eos, end])
@@ -90,7 +90,7 @@ def test_a_note_says_that_engines_do_not_stop_at_the_end_of_a_turn(tmp_path, fam
         assert not end_token_notes(tokenizer, model_with(tmp_path, eos_token_id=stops), [], {})
 
 
-def test_a_note_says_that_generation_ends_at_an_ordinary_token(tmp_path):
+def test_note_reports_that_generation_ends_at_an_ordinary_token(tmp_path):
     tokenizer = tokenizer_of("gemma")
     ends = tokenizer.convert_tokens_to_ids(["<end_of_turn>", "7"])
     (note,) = end_token_notes(tokenizer, model_with(tmp_path, eos_token_id=ends), [], {})
@@ -99,7 +99,7 @@ def test_a_note_says_that_generation_ends_at_an_ordinary_token(tmp_path):
     assert "eos_token_id 1000000 is not in the tokenizer's vocabulary" in note
 
 
-def test_a_note_says_that_a_template_writes_the_end_of_a_turn_as_plain_text(tmp_path):
+def test_note_reports_that_a_template_writes_the_end_of_a_turn_as_plain_text(tmp_path):
     tokenizer = character_tokenizer()
     tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
     tokenizer.chat_template = (TEMPLATES / "qwen2_5.jinja").read_text()

@@ -65,7 +65,7 @@ NO = [turn("assistant", "no")]
     ("last", "[user]a?~\n[assistant]", "b~\n[user]c?~\n[assistant]d~", "d~"),
     ("all", "[", "user]a?~\n[assistant]b~\n[user]c?~\n[assistant]d~", None),
 ])  # fmt: skip
-def test_what_is_trained_of_a_conversation(tmp_path, train_on, prompt, answer, trained):
+def test_trained_tokens_of_a_conversation_follow_train_on(tmp_path, train_on, prompt, answer, trained):
     found = read(tmp_path, {"messages": DIALOGUE}, "sft", train_on=train_on)
     assert found == [(prompt, [(answer, trained or answer, 1)])]
 

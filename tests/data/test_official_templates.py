@@ -54,7 +54,7 @@ def trained_of(name, row, **options):
 
 
 @pytest.mark.parametrize("name", OFFICIAL)
-def test_official_templates_train_what_the_assistant_writes(name):
+def test_official_templates_train_the_text_of_the_assistant(name):
     last, earlier, reasoning, key = TRAINED.get(name, PLAIN)
     assert trained_of(name, ROWS["one turn"]) == [[last]]
     assert trained_of(name, ROWS["two turns"]) == [[earlier, last]]

@@ -67,7 +67,7 @@ def test_no_rank_is_dearer_than_another_by_more_than_two_sequences(lengths, rank
     assert max(costs) - min(costs) <= 2 * cost_of(max(lengths), quadratic) + 1e-6
 
 
-def test_long_sequences_are_balanced_by_what_attention_makes_them_cost():
+def test_long_sequences_are_balanced_by_the_cost_of_attention():
     """By tokens the long sequence is worth ten short ones; with attention it is dearer than all thirty, and stays
     alone."""
     lengths = [1000, *[100] * 30]
@@ -178,7 +178,7 @@ def test_single_sequences_are_spread_evenly_in_the_multiple_of_the_pipeline(coun
     assert sorted(i for share in shares for members in share for i in members) == list(range(count))
 
 
-def test_what_the_policy_wrote_is_what_the_mask_says_and_all_without_one():
+def test_policy_tokens_are_given_by_the_mask_and_are_all_tokens_without_one():
     whole = TrainSequence(np.arange(2), np.arange(3), np.zeros(3, np.float32))
     masked = TrainSequence(np.arange(2), np.arange(3), np.zeros(3, np.float32), loss_mask=np.array([True, False, True]))
     assert (len(whole), whole.num_policy_tokens, len(masked), masked.num_policy_tokens) == (5, 3, 5, 2)

@@ -63,7 +63,7 @@ def whole(sequence) -> list[int]:
 
 
 @given(groups=groups, ranks=st.integers(1, 3), sharing=st.sampled_from([None, True, False]))
-def test_every_sequence_has_one_place_and_shares_what_its_predecessor_has(groups, ranks, sharing):
+def test_every_sequence_has_one_place_and_shares_the_prefix_of_its_predecessor(groups, ranks, sharing):
     batch = flat(groups)
     found = choose_layout(sharing, batch, Budget(ranks, BUDGET))
     assert len(found.assignment) == ranks and len({len(share) for share in found.assignment}) == 1
@@ -104,7 +104,7 @@ def test_samples_whose_experts_differ_late_in_the_prompt_share_the_tokens_before
 
 @example(groups=[([2], [[]])], multiple=2, ranks=2)  # one sequence, most of which is padding: nothing to split
 @given(groups=groups, multiple=st.sampled_from([2, 4]), ranks=st.integers(1, 2))
-def test_what_is_computed_keeps_the_budget_with_the_padding_of_the_layout(groups, multiple, ranks):
+def test_computed_tokens_keep_the_budget_with_the_padding_of_the_layout(groups, multiple, ranks):
     batch = flat(groups)
     found = shared_layout(batch, Budget(ranks, BUDGET, multiple=multiple))
     for members in chain.from_iterable(found.assignment):
@@ -113,7 +113,7 @@ def test_what_is_computed_keeps_the_budget_with_the_padding_of_the_layout(groups
 
 
 @given(groups=groups, size=st.sampled_from([1, 2, 3]), draw=st.data())
-def test_every_completion_token_is_a_row_once_wherever_its_prefix_is(groups, size, draw):
+def test_every_completion_token_is_exactly_one_row(groups, size, draw):
     """Its row is the token before it, of its own or of a sequence that begins alike; masked ones are nobody's row."""
     batch = flat(groups)
     for s in batch:
@@ -156,7 +156,7 @@ def test_the_last_token_of_a_prompt_is_the_row_of_every_first_token():
 
 @example(chains=[[1], [1, 1], [1, 1, 1]])
 @given(chains=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=9))
-def test_in_lexicographic_order_nobody_shares_more_with_an_earlier_one(chains):
+def test_lexicographic_order_maximises_the_prefix_shared_with_the_predecessor(chains):
     batch = [make(chain[:1], chain[1:]) for chain in sorted(chains)]
     for place, count in enumerate(shared_prefixes(batch, least=0)):
         mine = whole(batch[place])
@@ -175,7 +175,7 @@ def test_a_group_above_the_budget_repeats_its_prompt_as_often_as_it_must(budget,
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_groups_stay_whole_where_they_balance_and_are_split_where_not(ranks):
+def test_groups_stay_whole_if_they_balance_and_are_split_otherwise(ranks):
     batch = equal_groups(4, 8, 40, 10)
     found = shared_layout(batch, Budget(ranks, 10**6))
     assert found.shared.count(0) == 4, "four groups over one, two or four ranks need no second prompt"
@@ -184,7 +184,7 @@ def test_groups_stay_whole_where_they_balance_and_are_split_where_not(ranks):
     assert len({len(share[0]) for share in one.assignment}) == 1
 
 
-def test_auto_shares_where_a_tenth_is_saved_and_else_packs_as_if_there_were_no_groups():
+def test_auto_shares_if_a_tenth_is_saved_and_otherwise_packs_without_groups():
     short, long = equal_groups(4, 8, 2, 40), equal_groups(4, 8, 20, 20)
     apart = [make([i] * 30, [i]) for i in range(9)]
     for batch, shares in ((short, False), (long, True), (apart, False)):
@@ -203,13 +203,13 @@ def test_a_small_common_beginning_is_computed_again():
     assert [piece.members for piece in apart] == [[0], [1], [2]]
 
 
-def test_groups_of_alike_prompts_share_these_too():
+def test_groups_of_similar_prompts_also_share_them():
     system = list(range(50))
     batch = [make([*system, group, group], [n]) for group in (60, 70) for n in (1, 2)]
     assert sorted(shared_layout(batch, Budget(1, 10**6)).shared) == [0, 50, 52, 52]
 
 
-def test_costs_and_metrics_count_what_is_computed():
+def test_costs_and_metrics_count_computed_tokens():
     batch = equal_groups(1, 4, 30, 10)
     found = shared_layout(batch, Budget(1, 10**6))
     lengths = [40] * 4

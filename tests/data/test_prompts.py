@@ -184,7 +184,7 @@ def test_parquet_json_and_saved_datasets_give_the_same_prompts_as_jsonl(tmp_path
     assert len(prints) == 1
 
 
-def test_prompts_that_are_too_long_are_refused_one_by_one(tmp_path):
+def test_prompts_that_are_too_long_are_refused_individually(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"prompt": "x" * length} for length in (5, 20, 10, 11)])
     prompts = source(DatasetConfig(path=path), limit=10)
     assert len(prompts) == 2 and set(ids(prompts.batch(0, 2))) == {"train/0", "train/2"}
@@ -254,7 +254,7 @@ def test_special_tokens_come_from_tokenizer_or_template_and_never_twice(tmp_path
         ),
     ],
 )
-def test_malformed_data_is_refused_in_one_line_that_says_where(tmp_path, content, message):
+def test_malformed_data_is_refused_in_one_line_with_its_position(tmp_path, content, message):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=message) as error:

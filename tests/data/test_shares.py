@@ -117,7 +117,7 @@ def test_values_of_all_ranks_come_back_to_their_tokens(shapes, ranks, context, a
         np.testing.assert_array_equal(got, np.stack((expected, -expected), axis=-1) if pairs else expected)
 
 
-def test_what_is_only_scored_travels_without_its_log_probs():
+def test_sequences_that_are_only_scored_are_sent_without_log_probs():
     batch = make_batch([(3, 1000, False)] * 4)
     scored, trained = (len(pickle.dumps(Share.of(batch, [[0, 1], [2, 3]], names))) for names in (SCORING, TRAINING))
     assert scored < 1.1 * 4 * 4 * 1003 and trained > 2.9 * scored
@@ -147,7 +147,7 @@ def test_log_probs_that_some_sequences_lack_end_the_run_in_a_sentence():
 
 
 @given(shapes=shapes, ranks=st.integers(1, 3), draw=st.data())
-def test_what_each_sequence_shares_travels_with_it(shapes, ranks, draw):
+def test_shared_prefix_lengths_are_sent_with_each_sequence(shapes, ranks, draw):
     batch = make_batch(shapes)
     assignment = assign([len(s) for s in batch], Budget(ranks, 60))
     shared = [draw.draw(st.integers(0, len(s) - 1)) for s in batch]

@@ -61,7 +61,7 @@ def rows(tmp_path):
 
 
 @pytest.mark.parametrize("removed", [[], ["note"], ["question", "answer"]])
-def test_a_function_of_a_row_does_what_map_of_datasets_does(removed, rows):
+def test_function_of_a_row_equals_map_of_datasets(removed, rows):
     def whole(row):
         return {"prompt": row["question"].upper(), "answer": row["answer"].split("#### ")[1]}
 
@@ -72,7 +72,7 @@ def test_a_function_of_a_row_does_what_map_of_datasets_does(removed, rows):
     assert [{name: value for name, value in row.items() if name != "id"} for row in found] == expected
 
 
-def test_a_function_of_cfg_is_axolotls_and_says_which_columns_go(rows):
+def test_function_of_cfg_is_called_like_axolotls_and_removes_its_columns(rows):
     found = rows("factory", split="test")
     assert found[1].keys() == {"prompt", "answer", "note", "id"} and found[1]["answer"] == "test"
     assert found[1]["prompt"] == [{"role": "user", "content": "1+1?"}]
@@ -101,7 +101,7 @@ def test_columns_are_removed_without_a_function_and_renamed_after_it(rows):
         ("whole", {"remove_columns": ["notes"]}, "column 'notes' not found; did you mean 'note'?"),
     ],
 )
-def test_what_a_transform_gets_wrong_is_one_line_with_its_row(name, options, sentence, rows):
+def test_error_of_a_transform_is_one_line_with_its_row(name, options, sentence, rows):
     with pytest.raises(ConfigError) as refused:
         rows(name, **options)
     assert str(refused.value).startswith("data.train.") and sentence in str(refused.value)
@@ -137,7 +137,7 @@ def test_module_functions_are_found_beside_the_run_as_axolotl_writes_them(rows, 
         (None, False),
     ],
 )
-def test_transforms_are_told_from_forms_even_if_misspelt(how, transform):
+def test_transforms_are_distinguished_from_forms_even_if_misspelt(how, transform):
     assert is_transform(how) is transform
 
 

@@ -51,7 +51,7 @@ def test_a_replay_gives_its_weights_bit_for_bit_through_the_change(changed, tmp_
     assert not (tmp_path / "again" / "original").exists()
 
 
-def test_a_changed_run_goes_on_and_says_what_applies_from_which_step(changed):
+def test_changed_run_continues_and_reports_the_first_step_of_each_change(changed):
     shown = " ".join(changed[1].split())
     for sentence in (
         "gdpo.max_num_steps: 12 -> 14 from step 13 on",
@@ -100,7 +100,7 @@ def test_another_lora_rank_ends_with_status_2_and_leaves_the_folder_as_it_was(ch
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-def test_the_folder_holds_both_configs_and_each_checkpoint_its_own(changed):
+def test_folder_contains_both_configs_and_each_checkpoint_its_config(changed):
     folder = changed[0]
     history = sorted((folder / "config_history").iterdir())
     assert [path.name for path in history] == ["0001_from_step_1.yaml", "0002_from_step_13.yaml"]

@@ -120,7 +120,7 @@ def folder(tmp_path_factory, digit_model) -> Path:
     return folder
 
 
-def test_a_thread_resumes_what_a_script_trained_with_two_engines_bit_for_bit(folder, monkeypatch):
+def test_thread_resumes_the_run_of_a_script_with_two_engines_bit_for_bit(folder, monkeypatch):
     """Functions of the script and lambdas verify in other processes, which do not run the script again. The thread has
     the config and the files that are left, the value head and its optimizer from the checkpoint, and one engine."""
     run_dir, again = (folder / "results" / name for name in ("five", "again"))
@@ -151,7 +151,7 @@ def test_every_step_of_ppo_measures_the_values(folder):
     assert len(samples) == 16 and np.isfinite([sample["advantage"] for sample in samples]).all()
 
 
-def test_the_exported_model_of_ppo_is_the_policy_alone(folder):
+def test_exported_model_of_ppo_contains_only_the_policy(folder):
     model = folder / "results" / "again" / "model"
     _, found = AutoModelForCausalLM.from_pretrained(model, output_loading_info=True)
     assert not found["missing_keys"] and not found["unexpected_keys"]

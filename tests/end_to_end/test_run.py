@@ -8,9 +8,10 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Callable, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import psutil
@@ -47,7 +48,7 @@ def test_run_ends_with_status_0_and_leaves_nothing_beside_its_folder(undisturbed
     assert undisturbed.left_behind == []
 
 
-def test_run_folder_holds_what_the_contract_names(undisturbed):
+def test_run_folder_contains_the_documented_files(undisturbed):
     run_dir = undisturbed.run_dir
     model = ("model/model.safetensors", "model/README.md", "model/rewards.png")
     for name in ("config.yaml", "metrics.jsonl", "rewards.png", "report.html", "trace.json", *model):
@@ -73,7 +74,7 @@ def test_every_step_reports_the_contracted_metrics(undisturbed):
 
 
 @pytest.mark.slow
-def test_the_plans_batch_arithmetic_is_what_the_run_did(undisturbed):
+def test_batch_arithmetic_of_the_plan_equals_that_of_the_run(undisturbed):
     from gdpo_nemo.config.load import load_config
     from gdpo_nemo.data.packing import Budget, assign
     from gdpo_nemo.planning.calibrate import calibrate, read_run
@@ -123,7 +124,7 @@ def test_three_rewards_are_normalised_in_their_groups_weighted_and_then_over_the
 
 
 @pytest.mark.slow
-def test_exported_model_is_what_the_last_checkpoint_holds_and_transformers_loads_it(undisturbed):
+def test_exported_model_equals_the_last_checkpoint_and_transformers_loads_it(undisturbed):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = undisturbed.run_dir / "model"
@@ -220,7 +221,7 @@ def _check_account_of_restarts(run_dir: Path, log: str) -> None:
 
 
 @pytest.mark.slow
-def test_eval_of_a_checkpoint_gives_what_the_run_itself_measured_after_that_step(undisturbed, tmp_path, capfd):
+def test_eval_of_a_checkpoint_equals_the_validation_of_the_run_after_that_step(undisturbed, tmp_path, capfd):
     """Through a Hugging Face folder and another engine, bit for bit."""
     run_dir = undisturbed.run_dir
     out = tmp_path / "eval"

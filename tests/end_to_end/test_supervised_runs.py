@@ -175,7 +175,7 @@ def test_the_kl_to_the_teacher_falls_on_held_out_prompts(chain):
     assert found[0] > 0.1 and found[6] < 0.7 * found[0]
 
 
-def test_a_token_is_trained_with_what_the_teacher_would_have_given_it(chain, digit_model):
+def test_advantage_of_a_token_is_its_gap_to_the_teacher_of_transformers(chain, digit_model):
     """The recorded samples of the first step, under the teacher of transformers."""
     teacher = AutoModelForCausalLM.from_pretrained(digit_model, dtype=torch.float32)
     gaps = []

@@ -8,7 +8,8 @@ import json
 import socket
 import threading
 import time
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request

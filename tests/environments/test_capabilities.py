@@ -146,7 +146,7 @@ def load(name: str, **options) -> Environment:
         ("NewInParts", {"verifies", "makes_rows"}),
     ],
 )
-def test_what_an_environment_can_do_is_what_its_author_wrote(name, expected):
+def test_capabilities_of_an_environment_follow_from_its_methods(name, expected):
     environment = load(name)
     assert isinstance(environment, Environment) and abilities(environment) == expected
 
@@ -184,7 +184,7 @@ def test_an_environment_is_not_adapted_twice_and_a_subclass_not_at_all():
     assert adapted(old) is old
 
 
-def test_a_class_without_a_verifier_is_no_environment():
+def test_class_without_a_verifier_is_not_an_environment():
     for name in ("Nothing", "NotCallable"):
         with pytest.raises(
             ConfigError, match=r"is not an environment; define a method verify\(trajectories\) or episode\(\)"
@@ -193,7 +193,7 @@ def test_a_class_without_a_verifier_is_no_environment():
     assert load("OldAgents").plays_with_endpoint
 
 
-def test_classes_say_what_they_are_before_they_are_built():
+def test_classes_declare_their_capabilities_before_construction():
     assert declared(OldWithAll) == (("a",), True, False, False, False)
     assert declared(OldAgents).plays_with_endpoint and not declared(OldAgents).remote
     assert declared(made_by_a_function) == declared(DigitSort)._replace(instant=False)
@@ -212,7 +212,7 @@ def test_an_old_class_verifies_in_the_worker_processes():
         assert [verdict.rewards for verdict in pool.verify([trajectory("ab", "mine")])] == [{"a": 2.0}]
 
 
-def test_a_dry_run_builds_what_says_that_it_is_instant_and_nothing_else(monkeypatch):
+def test_dry_run_builds_only_instant_environments(monkeypatch):
     assert announced_components("digit_turns", {}) == ("first", "second", "format")
     monkeypatch.setattr(DigitTurns, "instant", False)
     assert announced_components("digit_turns", {}) is None
@@ -222,7 +222,7 @@ def test_a_dry_run_builds_what_says_that_it_is_instant_and_nothing_else(monkeypa
 
 
 @pytest.mark.parametrize("options", [3, ["a"], {"plugin": ["digit_sort"]}, {"plugin": 3}])
-def test_options_of_the_wrong_type_are_refused_by_a_dry_run_too(options):
+def test_options_of_the_wrong_type_are_also_refused_by_a_dry_run(options):
     with pytest.raises(ConfigError, match="^env.mine"):
         announced_components("mine", options)
 
@@ -247,7 +247,7 @@ def test_naming_an_environment_imports_no_other():
     assert done.returncode == 0, done.stderr
 
 
-def test_nobody_asks_an_environment_by_a_string_but_the_base():
+def test_only_the_base_class_looks_up_capabilities_by_name():
     """``getattr(environment, "...")`` in one file alone: what there is to ask is an attribute of ``Environment``."""
     members = {name for name in vars(Environment) if not name.startswith("_")} | {"play"}
     asked = []

@@ -58,7 +58,7 @@ def flags(text, **how):
         ("<t></t><a>12379</a>", {"tokens": 20, "options": {"length_if_correct": True}}, (1, 1, 1, 1)),
     ],
 )
-def test_digit_sort_pays_what_the_task_says(text, how, expected):
+def test_digit_sort_has_the_documented_rewards(text, how, expected):
     assert flags(text, **how) == expected
 
 
@@ -154,7 +154,7 @@ def test_gsm8k_system_prompt_shows_the_form_that_strict_pays():
     assert Gsm8k().system_prompt != prompt and Gsm8k.system_prompt == Gsm8k().system_prompt
 
 
-def test_gsm8k_published_behaviour_on_a_bare_answer_and_on_what_is_no_integer():
+def test_gsm8k_has_the_published_rewards_for_bare_answers_and_non_integers():
     assert gsm8k("42", gold="#### 42", strict=True) == (1, 1, 0)
     for text in ("", "-5", "1,080", "5.0"):
         assert gsm8k(text, gold=f"#### {text}", strict=True)[1] == 0
@@ -240,7 +240,7 @@ UNLIKE = {(r"18.9", LONG), ("Yes", "Yes")}
      (r"\text{even}", r"\boxed{even}"), ("x^2+1", r"\boxed{1+x^2}"), ("50\\%", r"\boxed{0.5}"), ("7", "7" + " " * 5000
      + "8")],
 )  # fmt: skip
-def test_math_decides_as_hf_math_verify_where_it_is_asked_to(gold, text):
+def test_math_agrees_with_hf_math_verify_on_request(gold, text):
     """math_metric with the targets of NeMo-RL's HFVerifyWorker is the oracle; a gold that it cannot read raises there
     and is 0 then."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig
@@ -353,7 +353,7 @@ def test_every_environment_gives_each_text_finite_rewards_or_none(text):
 
 
 @pytest.mark.slow
-def test_math_in_the_pool_gives_what_it_gives_alone():
+def test_math_in_the_pool_equals_math_in_process():
     samples = [trajectory(f"<think>x</think><answer>{i}</answer>", "gsm8k", f"p{i}", answer="#### 3") for i in range(6)]
     with EnvironmentPool({"gsm8k": {}}, timeout_s=10.0) as pool:
         assert pool.verify(samples) == Gsm8k().verify(samples)

@@ -37,7 +37,7 @@ async def _asked(timeout_s: float, then) -> object:
             await client.close()
 
 
-def test_large_reply_is_parsed_while_the_loop_goes_on(monkeypatch):
+def test_large_reply_is_parsed_while_the_loop_continues(monkeypatch):
     parsing, seen = threading.Event(), threading.Event()
     parse = server_replies.files.parse_json
 

@@ -68,7 +68,7 @@ MISDEEDS = {
 
 
 @pytest.mark.parametrize("misdeed", MISDEEDS)
-def test_whatever_goes_wrong_masks_the_samples_and_is_never_a_zero(server, misdeed):
+def test_every_server_failure_masks_the_samples_and_is_never_a_zero(server, misdeed):
     # Room for three attempts on a busy machine; the server hangs for longer.
     limit = 2 if misdeed in ("hang", "busy 60") else 60
     [failed] = verdicts(server, [misdeed], time_limit_s=limit, max_retries=2)
@@ -106,7 +106,7 @@ def test_the_key_goes_to_the_server_and_nowhere_else(server, monkeypatch, caplog
     assert KEY not in repr(found) + caplog.text + "".join(capfd.readouterr())
 
 
-def test_columns_and_tokens_are_sent_as_the_config_says(server):
+def test_columns_and_tokens_are_sent_according_to_the_config(server):
     verdicts(server, ["good"], columns=[], completion_ids=True)
     assert server.requests[0][1]["columns"] == {} and server.requests[0][1]["completion_ids"] == [[0, 1, 2, 3]]
     with pytest.raises(RunError, match="columns: the rows have no column 'anwser'; did you mean 'answer'"):

@@ -82,7 +82,7 @@ def z(values):
     return (values - values.mean()) / (values.std(ddof=1) + 1e-6)
 
 
-def test_each_sample_is_judged_by_its_rows_environment_with_that_ones_components(batch):
+def test_each_sample_is_verified_by_the_environment_of_its_row(batch):
     _, groups = batch
     for group in groups:
         name = group.prompt.environment
@@ -91,7 +91,7 @@ def test_each_sample_is_judged_by_its_rows_environment_with_that_ones_components
             assert given == by_environment.get(name, [None] * 4), (name, component)
 
 
-def test_advantages_normalise_a_component_where_it_is_and_let_it_be_where_it_is_not(batch):
+def test_advantages_normalise_a_component_only_over_samples_that_have_it(batch):
     config, groups = batch
     found = advantages_of(groups, config).values.numpy()
     sums = []

@@ -178,7 +178,7 @@ def test_retry_after_is_seconds_or_a_date(value, seconds):
     assert retry_after_s(value) == seconds
 
 
-def test_cookies_are_kept_as_they_came_and_forgotten_when_told():
+def test_cookies_are_stored_unchanged_and_deleted_on_request():
     jar = Cookies()
     jar.update(['a="x.y"; path=/; Max-Age=99', "b=2; Domain=example.org", "no cookie"])
     assert jar.header() == 'a="x.y"; b=2'
@@ -243,7 +243,7 @@ def test_options_that_cannot_work_are_refused_in_one_line(options, message):
     assert "\n" not in str(error.value) and "pass@" not in str(error.value)
 
 
-def test_a_remote_environment_option_without_effect_is_refused_by_dry_run_too():
+def test_remote_environment_option_without_effect_is_also_refused_by_dry_run():
     agent = {"agents": {"one": "http://h:1"}}
     for name, options in (("nemo_gym", SERVERS), ("nemo_gym_agent", agent)):
         for read in (load_environment, announced_components):
@@ -270,7 +270,7 @@ def test_the_key_is_read_from_the_environment_and_never_from_the_config(monkeypa
 CONFIG = "configs/gdpo_nemo_gym_multireward.yaml"
 
 
-def test_weights_may_stand_beside_the_rewards_but_not_contradict(monkeypatch):
+def test_weights_may_be_given_with_the_rewards_but_not_contradict(monkeypatch):
     config = load_config(CONFIG)
     validate(config)
     assert config.gdpo.rewards == {"correctness": 1.0, "schema_valid": 1.0, "format": 1.0}

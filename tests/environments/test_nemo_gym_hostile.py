@@ -139,7 +139,7 @@ def test_a_misdeed_has_one_outcome_in_bounded_time_and_changes_no_other_trajecto
     assert least <= seconds < most + ALLOWANCE, seconds
 
 
-def test_what_a_server_sends_unasked_is_no_reply_to_the_next_request():
+def test_unrequested_message_of_a_server_is_not_the_reply_to_the_next_request():
     server = RepeatingServer()
 
     async def ask() -> list[dict]:
@@ -166,7 +166,7 @@ def test_a_redirect_is_never_followed_and_no_secret_leaves(judged, servers):
     assert SECRET not in "".join(verdict.detail for verdicts, _ in judged.values() for verdict in verdicts)
 
 
-def test_each_trajectory_returns_the_cookies_of_its_own_session_and_no_others(judged, servers):
+def test_each_trajectory_returns_only_the_cookies_of_its_session(judged, servers):
     state = servers[0]._app.state
     sessions = [(number, cookies["session"]) for number, cookies in state.cookies]
     assert all(session.startswith(f"{number}-") for number, session in sessions)
@@ -184,14 +184,14 @@ def test_each_trajectory_returns_the_cookies_of_its_own_session_and_no_others(ju
         ("zero", "no_components", {"correctness": 0.0, "format": 0.0}),
     ],
 )
-def test_a_missing_component_is_what_the_config_says(servers, missing, misdeed, expected):
+def test_missing_component_is_handled_according_to_the_config(servers, missing, misdeed, expected):
     rules = [{**rule, "missing": missing} for rule in RULES]
     gym = NemoGym({"servers": {"main": servers[0].url}, "rewards": rules, **LIMITS})
     assert dict(gym.verify([sample(misdeed=misdeed)])[0].rewards) == expected
     gym.close()
 
 
-def test_without_rules_the_components_are_found_and_the_scalar_alone_is_one(servers):
+def test_components_are_found_without_rules_and_a_lone_scalar_is_one(servers):
     gym = NemoGym({"servers": {"main": servers[0].url}, **LIMITS})
     found = [
         dict(v.rewards) for v in gym.verify([sample(misdeed=m) for m in ("none", "extra", "no_components", "booleans")])
@@ -204,7 +204,7 @@ def test_without_rules_the_components_are_found_and_the_scalar_alone_is_one(serv
     gym.close()
 
 
-def test_components_are_held_against_the_scalar_only_when_asked(servers):
+def test_components_are_compared_with_the_scalar_only_on_request(servers):
     gym = NemoGym({"servers": {"main": servers[0].url}, "check_sum": True, **LIMITS})
     fine, off = gym.verify([sample(misdeed="none"), sample(misdeed="extra", index=1)])
     assert fine.outcome is Outcome.OK and "reward is 1.5, but its components add up to 6.5" in off.detail
@@ -290,7 +290,7 @@ def test_servers_verdicts_and_worker_verdicts_come_together_in_order(servers):
         assert verdicts[6].outcome is Outcome.ENV_FAILED and set(verdicts[0].rewards) != set(verdicts[1].rewards)
 
 
-def test_close_ends_a_verification_under_way():
+def test_close_ends_a_running_verification():
     app = hostile_app()
     server = Hosted(app)
     pool = EnvironmentPool({"gym": {"plugin": "nemo_gym", "servers": {"main": server.url}}})
@@ -322,7 +322,7 @@ def test_close_ends_a_verification_under_way():
         ("closed", "none", RULES, RunError, "server main at .*: connection: "),
     ],
 )
-def test_preflight_says_in_one_line_what_would_fail_later(servers, url, misdeed, rules, error, message):
+def test_preflight_reports_later_failures_in_one_line(servers, url, misdeed, rules, error, message):
     server, _, closing = servers
     urls = {
         "main": server.url,

@@ -86,7 +86,7 @@ def reply_of(output) -> Reply:
 
 
 @pytest.mark.parametrize("server", [TOOLS, "mcqa", "format_verification", *COMPILED])
-def test_recorded_responses_earn_what_was_recorded(real_gym, gym_of, server):
+def test_recorded_responses_get_the_recorded_rewards(real_gym, gym_of, server):
     def asked(row):
         return json.dumps([[m["role"], m["content"]] for m in row["responses_create_params"]["input"]])
 

@@ -51,7 +51,7 @@ def test_brief_falls_with_every_character_to_zero_at_the_limit():
     assert rewards("12345", brief_limit=10)[3] == 0.5
 
 
-def test_brief_pays_nothing_for_characters_left_out_of_what_is_free():
+def test_brief_gives_no_more_reward_below_the_free_length():
     lengths = (0, 1, 3, 4, 8, 12, 13, 90)
     assert [rewards("4" * length, brief_from=3, brief_limit=13)[3] for length in lengths] == [
         1, 1, 1, 0.9, 0.5, pytest.approx(0.1), 0, 0,
@@ -65,7 +65,7 @@ def test_the_gold_answer_may_be_written_as_data_sets_do(gold):
 
 
 @pytest.mark.parametrize("gold", ["many", "#### ", "3 apples"])
-def test_a_row_whose_answer_is_no_number_ends_the_run_by_its_name(gold):
+def test_row_whose_answer_is_not_a_number_ends_the_run_with_its_name(gold):
     with pytest.raises(RunError, match="prompt p: answer is not a number"):
         rewards("42", answer=gold)
 
@@ -76,7 +76,7 @@ def test_any_text_has_rewards_between_0_and_1(text, finish_reason):
 
 
 @given(st.integers(-(10**9), 10**9))
-def test_a_number_alone_earns_everything_that_does_not_depend_on_length(number):
+def test_bare_number_gets_all_rewards_that_do_not_depend_on_length(number):
     assert rewards(str(number), answer=str(number))[:3] == (1, 1, 1)
     assert rewards(f"{number:,}", answer=str(number))[:3] == (1, 1, 1)
 
@@ -85,7 +85,7 @@ def test_a_number_alone_earns_everything_that_does_not_depend_on_length(number):
 
 
 @pytest.mark.parametrize("question", ["larger", "smaller", "sum"])
-def test_no_pair_is_in_both_splits_in_whatever_order(question):
+def test_no_pair_is_in_both_splits_in_any_order(question):
     environment = NumberAnswer({"question": question})
     pairs = {
         split: {frozenset(map(int, row["id"].split("/")[1:])) for row in environment.rows(split, None, 0)}
@@ -96,7 +96,7 @@ def test_no_pair_is_in_both_splits_in_whatever_order(question):
     assert 0.08 < len(pairs["test"]) / (89 * 88 // 2) < 0.12
 
 
-def test_rows_hold_the_answer_and_depend_on_the_seed_alone():
+def test_rows_contain_the_answer_and_depend_on_the_seed_only():
     for question, wanted in (("larger", max), ("smaller", min), ("sum", lambda a, b: a + b)):
         environment = NumberAnswer({"question": question, "numbers": [0, 20]})
         rows = environment.rows("train", 50, 1)

@@ -195,7 +195,7 @@ def test_an_observation_is_shown_as_a_field_fields_a_template_or_json(chosen, te
 
 
 @pytest.mark.slow
-def test_the_policys_text_goes_where_the_action_says(server):
+def test_text_of_the_policy_is_put_into_the_configured_field_of_the_action(server):
     prompt = prompt_of("mine")
     with one(f"{server}/echo", action={"message": "{text}", "loud": True}) as pool:
         assert play(pool, prompt, ["hear {this}"])[1].observation == "HEAR {THIS}"
@@ -238,7 +238,7 @@ def test_no_reward_is_none_and_an_empty_observation_is_an_empty_line(pool):
 
 
 @pytest.mark.slow
-def test_what_the_environment_raises_masks_the_trajectory(pool):
+def test_exception_of_the_environment_masks_the_trajectory(pool):
     _, reply = play(pool, prompt_of("echo", number=1), ["raise"])
     assert reply.outcome is Outcome.ENV_FAILED
     assert reply.detail == "server_error: EXECUTION_ERROR: the environment broke"
@@ -389,7 +389,7 @@ def test_misdeeds_touch_no_other_trajectory(misdone):
 
 
 @pytest.mark.parametrize("misdeed", ["flood", "twice"])
-def test_what_was_not_asked_for_ends_the_session(fresh, misdeed):
+def test_unrequested_message_ends_the_session(fresh, misdeed):
     prompt = prompt_of("mine")
     with one(fresh.url, timeout_s=TIMEOUT) as pool:
         _, first = play(pool, prompt, [misdeed])

@@ -62,7 +62,7 @@ def test_no_trajectories_no_verdicts(pool):
     "misdeed, detail",
     [("hang", "exceeded 2 s"), ("spin", "exceeded 2 s"), ("crash", "died (exit code 7)"), ("leave", "os._exit(0)")],
 )
-def test_a_sample_that_hangs_or_crashes_fails_alone(impatient, misdeed, detail):
+def test_sample_that_hangs_or_crashes_fails_without_affecting_others(impatient, misdeed, detail):
     verdicts = impatient.verify(trajectories(["a", "bb", misdeed, "dddd", "eeeee", "ffffff"]))
     assert verdicts[2].outcome is Outcome.ENV_FAILED and detail in verdicts[2].detail and verdicts[2].rewards == {}
     others = verdicts[:2] + verdicts[3:]
@@ -95,7 +95,7 @@ def test_a_worker_that_dies_before_its_acknowledgement_is_read_fails_its_sample_
     assert verdict.outcome is Outcome.ENV_FAILED and "died (exit code 7)" in verdict.detail
 
 
-def test_every_recovery_is_told_once_with_its_reason(impatient):
+def test_every_recovery_is_reported_once_with_its_reason(impatient):
     impatient.take_recoveries()
     impatient.verify(trajectories(["a", "bb", "crash", "dddd", "hang"]))
     told = impatient.take_recoveries()
@@ -123,7 +123,7 @@ def test_an_environment_may_declare_a_failure_itself(pool):
     assert lengths([good]) == [4.0]
 
 
-def test_what_a_verifier_prints_changes_nothing_and_stays_off_standard_output(pool, capfd):
+def test_output_of_a_verifier_changes_nothing_and_is_not_on_standard_output(pool, capfd):
     assert lengths(pool.verify(trajectories(["print", "good"]))) == [5.0, 4.0]
     assert "garbage" not in capfd.readouterr().out
 
@@ -201,7 +201,7 @@ def test_workers_that_die_while_starting_are_an_error_and_not_a_hang():
             pool.verify([trajectory("x")])
 
 
-def test_close_ends_a_verification_under_way(tmp_path):
+def test_close_ends_a_running_verification(tmp_path):
     pool = EnvironmentPool({"env": {**ENVIRONMENTS["env"], "meeting": str(tmp_path)}}, timeout_s=600.0)
     caught = []
 

@@ -26,7 +26,7 @@ def test_it_makes_the_prompts_that_it_scores():
     assert rewards(env, "<answer>no</answer>", **fields) == {"correctness": 0.0, "format": 0.0}
 
 
-def test_it_refuses_what_the_library_does_not_know():
+def test_names_unknown_to_the_library_are_refused():
     with pytest.raises(ConfigError, match="has no task 'chain_sun'; did you mean 'chain_sum'"):
         ReasoningGym({"task": "chain_sun"}).rows("train", 1, 0)
     with pytest.raises(ConfigError, match="chain_sum rejected its options: TypeError: .*'term'"):

@@ -80,7 +80,7 @@ def test_a_worker_has_one_event_loop_and_ends_with_the_processes_of_its_function
     assert psutil.wait_procs(children, timeout=60)[1] == [], "the processes end with the pool"
 
 
-def test_a_function_cannot_alter_what_the_next_one_sees():
+def test_function_cannot_change_the_input_of_the_next_one():
     samples = [trajectory("a", answer="a"), trajectory("b", answer="c")]
     assert rewards(environment(greedy=None, matches=None), samples) == rewards(
         environment(greedy=None, matches=None), samples
@@ -127,7 +127,7 @@ def test_a_wrong_function_is_an_error_that_names_it(function, message):
 
 
 @pytest.mark.slow
-def test_the_pool_names_the_environment_too():
+def test_pool_also_names_the_environment():
     section = {"mine": {"plugin": "functions", "functions": {"short": f"{PLACE}:short"}}}
     with (
         EnvironmentPool(section) as pool,

@@ -102,7 +102,7 @@ def test_the_tokens_that_are_scored_are_those_that_a_reward_model_is_trained_on(
         assert np.concatenate((prompt.token_ids, answer.token_ids)).tolist() == scorer._tokens("12=", text)
 
 
-def test_what_cannot_be_scored_fails_and_is_no_reward(chatty):
+def test_sample_that_cannot_be_scored_fails_without_a_reward(chatty):
     environment = load_environment("judge", {"plugin": "reward_model", "model": str(chatty), "component": "liked"})
     assert environment.reward_names == ("liked",)
     fine, long = environment.verify([trajectory("b"), trajectory("b" * 40)])
@@ -147,7 +147,7 @@ def test_options_that_cannot_be_used_are_refused_by_name(chatty, options, senten
         load_environment("judge", {"plugin": "reward_model", "model": str(chatty), **options})
 
 
-def test_a_folder_that_is_no_reward_model_is_refused_before_it_is_loaded(tmp_path):
+def test_folder_that_is_not_a_reward_model_is_refused_before_loading(tmp_path):
     two = write(tmp_path / "two", num_labels=2)
     with pytest.raises(ConfigError, match="expected one label, got 2"):
         Scorer(str(two))

@@ -68,7 +68,7 @@ def test_only_the_first_block_counts_and_duplicate_keys_keep_the_last():
     assert correctness(block(TWO), first + block(call("g"))) == 3.0
 
 
-def test_a_gold_without_calls_pays_nothing_whatever_the_answer():
+def test_ground_truth_without_calls_pays_nothing_for_any_answer():
     gold = "<think>t</think>\n<response>hi</response>"
     assert correctness(gold, block(TWO)) == correctness(gold, "") == 0.0
 

@@ -55,7 +55,7 @@ def begin(environment, **fields):
 
 
 @pytest.mark.slow
-def test_every_trajectory_has_an_object_of_its_own_whose_state_is_rewarded(environment):
+def test_every_trajectory_has_a_separate_object_whose_state_is_rewarded(environment):
     counter = environment()
     players = [begin(counter, start=start) for start in (1, 2)]
     assert players[0][1].observation == [{"role": "user", "content": "Count. It is 1."}]

@@ -184,7 +184,7 @@ def test_calls_of_async_tools_share_one_event_loop_also_after_a_time_limit():
 
 
 @pytest.mark.parametrize("kind", ["KeyboardInterrupt", "GeneratorExit", "BaseException", "SystemExit"])
-def test_a_call_that_raises_what_is_not_an_exception_is_text_for_the_model(kind):
+def test_call_that_raises_a_base_exception_is_text_for_the_model(kind):
     tools = load_tools([f"{PLACE}:interrupt"])
     [message] = call_tools(tools, [("interrupt", f'{{"how": "{kind}"}}')], 5.0)
     assert message["content"] == "{'error': 'over'}"
@@ -271,7 +271,7 @@ def test_dry_run_refuses_tools_that_cannot_be_found_or_answered():
 
 
 @pytest.mark.slow
-def test_env_check_plays_the_conversation_and_has_it_judged(tmp_path):
+def test_env_check_plays_the_conversation_and_verifies_it(tmp_path):
     """One worker process: calls run there, and the state between turns is pickled."""
     from gdpo_nemo.commands.env.check import check_environment
 

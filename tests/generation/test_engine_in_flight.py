@@ -6,11 +6,11 @@ import contextlib
 import random
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Mapping
 
 import numpy as np
 import pytest
@@ -157,7 +157,7 @@ def test_an_engine_on_a_cpu_does_not_import_vllm_again_to_inspect_its_model(engi
     assert not (vllm_cache / "modelinfos").exists()
 
 
-def test_after_recompute_every_token_has_the_logprob_of_its_own_version(engine, weights, load):
+def test_every_token_has_the_logprob_of_its_version_after_recompute(engine, weights, load):
     wanted = requests(6)
     drawn = switched(engine, weights, wanted, "recompute")
     cut = old_part(drawn, engine.version)
@@ -171,7 +171,7 @@ def test_after_recompute_every_token_has_the_logprob_of_its_own_version(engine, 
         assert np.abs(completion.logprobs - by_new[name])[cut[name] :].max(initial=0) < 1e-4
 
 
-def test_what_was_drawn_before_kept_keys_and_values_is_the_old_weights_to_the_bit(engine, weights, load):
+def test_tokens_sampled_before_reused_keys_and_values_are_those_of_the_old_weights_bit_for_bit(engine, weights, load):
     wanted = requests(6)
     engine.submit(wanted)
     undisturbed = collect(engine, 6)
@@ -210,7 +210,7 @@ def test_a_drained_engine_never_mixes_versions(engine, weights, load):
 
 
 @pytest.mark.parametrize("kv", ["drain", "recompute", "keep"])
-def test_requests_that_come_during_a_hold_are_drawn_by_the_new_weights_alone(engine, weights, load, kv):
+def test_requests_during_a_hold_are_sampled_with_the_new_weights_only(engine, weights, load, kv):
     manifest, buffer = weights.packed(True)
     early, late = requests(4), {f"late {name}": asked for name, asked in requests(4, seed=8).items()}
     with held_at(engine, SWITCH, kv) as reached:
@@ -242,7 +242,7 @@ def test_a_cached_prefix_is_never_that_of_older_weights(engine, weights, load, k
     assert max(np.abs(drawn[name].logprobs - by_new[name]).max() for name in new) < 1e-4
 
 
-def test_samples_of_a_prompt_compute_its_blocks_once_and_draw_what_they_draw_alone(engine, load, monkeypatch):
+def test_samples_of_a_prompt_compute_its_blocks_once_and_equal_single_samples(engine, load, monkeypatch):
     """A prompt of 70 tokens has two whole blocks of 32; of eight samples seven find them. Alone, a prompt is one
     product of 70 rows, behind found blocks one of 6: some processors round those differently."""
     found = {}
@@ -266,7 +266,7 @@ def test_samples_of_a_prompt_compute_its_blocks_once_and_draw_what_they_draw_alo
     assert found.pop("r7") == 0
 
 
-def test_what_a_request_has_drawn_so_far_is_the_beginning_of_its_completion(engine, load):
+def test_partial_output_of_a_request_is_the_beginning_of_its_completion(engine, load):
     """Asked for at every boundary between two steps; another request is drawn beside it."""
     heard: list[list[int]] = []
     core = engine._core
@@ -289,7 +289,7 @@ def test_what_a_request_has_drawn_so_far_is_the_beginning_of_its_completion(engi
     assert engine.drawn("r0") == engine.drawn("nobody's") == []
 
 
-def test_scores_join_the_requests_under_way(engine, load):
+def test_scores_join_the_requests_in_flight(engine, load):
     """The sync check does not wait for the slowest sample, and does not change what is drawn."""
     wanted = requests(6)
     ids = np.arange(3, 60, dtype=np.int32)
@@ -372,7 +372,7 @@ def test_half_an_update_stops_the_engine_and_a_whole_one_heals_it(engine, weight
     assert {completion.version for completion in collect(engine, 6).values()} == {manifest.version}
 
 
-def test_an_update_whose_names_do_not_fit_is_refused_and_the_engine_goes_on(engine, weights, load):
+def test_update_with_wrong_names_is_refused_and_the_engine_continues(engine, weights, load):
     manifest, _ = weights.packed(True)
     short = type(manifest)(manifest.version, manifest.entries[1:])
     engine.submit(requests(3))
@@ -465,7 +465,7 @@ def test_a_request_that_waits_for_an_update_can_be_aborted(engine, weights, load
     assert set(collect(engine, 1)) == {"r1"} and engine.poll(0.1).finished == []
 
 
-def test_every_request_is_reported_once_whatever_is_asked_meanwhile(engine, weights, load):
+def test_every_request_is_reported_once_despite_concurrent_calls(engine, weights, load):
     """Six threads submit, poll, abort and score while two updates of every kind arrive."""
     kept: set[str] = set()
     found: list[tuple[str, Completion]] = []
@@ -525,7 +525,7 @@ def test_counts_of_a_report_are_sums_over_the_engines_life(engine, weights, load
     assert (after.running, after.waiting, after.kv_used, after.version) == (0, 0, 0.0, engine.version)
 
 
-def test_a_blocking_call_gives_what_polling_gives(engine, load):
+def test_blocking_call_equals_polling(engine, load):
     wanted = requests(6)
     engine.submit(wanted)
     polled = collect(engine, 6)
@@ -534,7 +534,7 @@ def test_a_blocking_call_gives_what_polling_gives(engine, load):
     assert engine.generate([], SAMPLING).completions == []
 
 
-def test_a_prompt_that_cannot_be_continued_is_refused_and_the_others_go_on(engine, load):
+def test_prompt_that_cannot_be_continued_is_refused_and_others_continue(engine, load):
     engine.submit(requests(2))
     for length, reason in (
         (256, "a prompt has 256 tokens, which leaves no room in the context of 256"),

@@ -150,7 +150,7 @@ def test_an_update_a_sleep_and_requests_are_calls_that_vllm_has(core, engine_mod
     assert [call.args[0] for call in made.llm_engine.add_request.call_args_list] == ["a", "b"]
 
 
-def test_what_an_update_calls_in_the_workers_is_there():
+def test_functions_that_an_update_calls_in_the_workers_exist():
     """``collective_rpc`` takes names: of the worker, or of the extension that it is given."""
     from vllm.v1.worker.gpu_worker import Worker
 

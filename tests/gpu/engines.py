@@ -12,9 +12,10 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 import numpy as np
 from standing import ROOT, SHAPES, Model, Stand, assigned, batch_of, logprobs, one_by_one, record, scratch, write_model

@@ -25,9 +25,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Container, Iterator, Sequence
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 _MEASURE = str(Path(__file__).with_name("measure.py"))

@@ -43,7 +43,7 @@ def finding(**row) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ends, status", [("time.sleep(600)", "timeout"), ("sys.exit(3)", "failed")])
-def test_a_step_that_hangs_or_fails_leaves_no_process_and_keeps_what_it_found(tmp_path, monkeypatch, ends, status):
+def test_step_that_hangs_or_fails_leaves_no_process_and_keeps_its_results(tmp_path, monkeypatch, ends, status):
     """Its grandchild is in a session of its own, as the processes of a run are, and deaf to SIGTERM."""
     monkeypatch.setattr(first_hour, "_END_S", 1.0)
     pids, folder = tmp_path / "pids", tmp_path / "folder"
@@ -103,7 +103,7 @@ def test_a_finding_that_was_cut_off_is_left_out_and_those_of_an_earlier_start_ar
 
 
 @pytest.mark.slow
-def test_json_and_markdown_are_whole_after_every_step_and_say_what_failed(tmp_path, monkeypatch, capsys):
+def test_json_and_markdown_are_complete_after_every_step_and_list_failures(tmp_path, monkeypatch, capsys):
     seen = []
     reading = f"import pathlib; print(pathlib.Path({str(tmp_path / 'first_hour.md')!r}).read_text())"
     monkeypatch.setattr(
@@ -152,7 +152,7 @@ def test_steps_take_25_minutes_on_one_gpu_and_an_hour_with_all_of_them(capsys):
             assert f'"{found.command[1]}": ' in source
 
 
-def test_gpu_tests_step_names_every_marked_file_and_lists_what_it_needs(capsys):
+def test_gpu_tests_step_names_every_marked_file_and_lists_its_requirements(capsys):
     marked = {path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text()}
     assert {ROOT / name for name in first_hour.GPU_TESTS} == marked - {Path(__file__).resolve()}
     (step,) = (step for step in first_hour.steps(False) if step.name == "gpu-tests")
@@ -161,7 +161,7 @@ def test_gpu_tests_step_names_every_marked_file_and_lists_what_it_needs(capsys):
     assert "needs pytest, pytest-xdist, hypothesis, filelock" in capsys.readouterr().out
 
 
-def test_run_folders_are_kept_in_the_output_folder_if_a_step_fails(tmp_path, monkeypatch):
+def test_run_folders_remain_in_the_output_folder_if_a_step_fails(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(HERE))
     standing = _module("standing")
     monkeypatch.setenv("FINDINGS", str(tmp_path / "colocated.jsonl"))
@@ -176,7 +176,7 @@ def test_run_folders_are_kept_in_the_output_folder_if_a_step_fails(tmp_path, mon
 
 
 @pytest.mark.slow
-def test_the_driver_needs_the_standard_library_alone():
+def test_driver_needs_only_the_standard_library():
     """-S: without site-packages; the script finds its folder wherever it is called from."""
     done = subprocess.run(
         [sys.executable, "-S", str(HERE / "first_hour.py"), "--list"], cwd="/", capture_output=True, text=True

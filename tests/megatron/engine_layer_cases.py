@@ -6,8 +6,9 @@ import ast
 import importlib
 import inspect
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import numpy as np
 from rank_cases import build_policy, spread, train

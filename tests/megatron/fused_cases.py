@@ -6,8 +6,9 @@ from __future__ import annotations
 import multiprocessing
 import runpy
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 

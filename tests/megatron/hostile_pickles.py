@@ -6,8 +6,8 @@ import copyreg
 import os
 import pickle
 import struct
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable
 
 from torch.distributed.checkpoint.metadata import Metadata
 

@@ -46,7 +46,9 @@ def received(folder, manifest, buffer) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("layout, precision", [("TP2+SP", "float32"), ("TP2xETP1+SP", "float32"), ("TP1", "bfloat16")])
-def test_a_receiver_merges_what_the_policy_would_have_exported_bit_for_bit(on_ranks, model_folder, layout, precision):
+def test_receiver_merges_the_weights_that_the_policy_would_export_bit_for_bit(
+    on_ranks, model_folder, layout, precision
+):
     """For every family, fused and split; in bfloat16 the folder is float32, which the policy has rounded before it
     merges."""
     names = ["qwen2-tied"]

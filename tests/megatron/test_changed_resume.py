@@ -67,7 +67,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("layout", ["TP1", "TP2+SP+DIST"])
-def test_the_schedule_goes_on_from_the_updates_done_under_the_configs_settings(
+def test_schedule_continues_after_the_completed_updates_with_the_settings_of_the_config(
     on_ranks, model_folder, tmp_path, layout
 ):
     """The checkpoint is of a constant schedule after one update, so what follows is each schedule's second update."""

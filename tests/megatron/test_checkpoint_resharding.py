@@ -74,7 +74,7 @@ def test_stages_may_be_cut_elsewhere_on_resuming(on_ranks, model_folder, saved, 
     assert relative_error(go_on(on_ranks, model_folder, after, checkpoint), undisturbed) < 1e-5
 
 
-def test_a_run_with_frozen_routers_goes_on_where_it_was(on_ranks, model_folder, saved_mixture):
+def test_run_with_frozen_routers_resumes(on_ranks, model_folder, saved_mixture):
     layout = "DP2xEP2+DIST+FROZENROUTER"
     checkpoint, undisturbed = saved_mixture(layout)
     arguments = (model_folder("qwen3-moe"), tiny_models.make_batch(), checkpoint)
@@ -90,7 +90,7 @@ def test_bfloat16_main_weights_survive_a_change_of_optimizer(on_ranks, model_fol
 
 
 @pytest.mark.parametrize("layout", ["TP2", "DP2+DIST"])
-def test_random_streams_go_on_where_they_were_even_before_the_first_update(on_ranks, model_folder, tmp_path, layout):
+def test_random_streams_resume_even_before_the_first_update(on_ranks, model_folder, tmp_path, layout):
     for first, second in on_ranks(
         layout, checkpoint_cases.random_streams, model_folder("qwen3"), tmp_path / "checkpoint"
     ):

@@ -31,7 +31,7 @@ def test_blocks_of_consecutive_ranges_are_the_elements_in_order(shape, data):
     assert found == tensor.ravel().tolist()
 
 
-def test_a_copy_in_a_shared_block_is_written_without_the_rest_of_the_block():
+def test_copy_in_a_shared_block_is_written_without_the_other_parts_of_the_block():
     import torch
 
     from gdpo_nemo.megatron.checkpoint_shards import with_own_storage

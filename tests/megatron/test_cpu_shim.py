@@ -38,7 +38,7 @@ def test_nothing_is_installed_where_cuda_is(monkeypatch):
     assert sys.meta_path == finders
 
 
-def test_code_is_retargeted_and_its_own_strings_are_kept():
+def test_code_is_retargeted_and_its_strings_are_unchanged():
     def stock():
         return torch.cuda.current_device(), "cuda", ("cuda", "torch.cuda.FloatTensor"), "cuda_graph"
 

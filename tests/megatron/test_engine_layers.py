@@ -150,7 +150,9 @@ def test_a_checkpoint_holds_every_parameter_of_the_state_dictionary(on_engine_ra
      ("DP2+DIST", "TP2+SP+DIST+TE", "qwen3-moe-mixed"), ("TP2+SP+DIST+TE", "DP2+DIST", "qwen2-tied"),
      ("DP2+DIST+TE", "TP2+SP+TE", "qwen3-moe-mixed")],
 )  # fmt: skip
-def test_checkpoints_go_on_with_and_without_it(on_ranks, on_engine_ranks, model_folder, tmp_path, before, after, model):
+def test_checkpoints_resume_with_and_without_transformer_engine(
+    on_ranks, on_engine_ranks, model_folder, tmp_path, before, after, model
+):
     batch = tiny_models.make_batch()
     folder = model_folder(model)
     writes, reads = (on_engine_ranks if name.endswith("TE") else on_ranks for name in (before, after))
@@ -174,7 +176,7 @@ def test_adapters_learn_the_same_beside_its_layers(on_ranks, on_engine_ranks, mo
 
 
 @pytest.mark.parametrize("before, after", [("TP1", "TP2+SP+TE"), ("TP2+TE", "TP1")])
-def test_adapters_checkpoints_go_on_with_and_without_it(
+def test_adapter_checkpoints_resume_with_and_without_transformer_engine(
     on_ranks, on_engine_ranks, model_folder, tmp_path, before, after
 ):
     arguments = (model_folder("qwen2-tied"), tiny_models.make_batch(), LORA, str(tmp_path / "checkpoint"))
@@ -223,12 +225,12 @@ def test_calls_into_megatron_and_transformer_engine_fit_their_signatures(on_engi
 
 
 @pytest.mark.parametrize("layout", ["TP1+TE", "TP1+DIST+TE"])
-def test_the_optimizers_of_gpus_move_without_being_told_more(on_engine_ranks, model_folder, layout):
+def test_methods_that_offload_optimizers_on_gpus_need_no_arguments(on_engine_ranks, model_folder, layout):
     methods = on_engine_ranks(layout, engine_layer_cases.optimizer_methods, model_folder("qwen2"))[0]
     assert methods and not any(methods.values())
 
 
-def test_moments_and_gradients_of_half_the_size_train_alike_and_go_on_from_each_others_checkpoints(
+def test_moments_and_gradients_of_half_the_size_train_alike_and_share_checkpoints(
     on_engine_ranks, model_folder, tmp_path
 ):
     arguments = (model_folder("qwen2"), tiny_models.make_batch(), tmp_path)

@@ -22,12 +22,12 @@ def step():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_an_offloaded_optimizer_is_on_the_gpu_for_its_update_alone(step):
+def test_offloaded_optimizer_is_on_the_gpu_only_for_its_update(step):
     assert (step["resting"], step["updating"]) == (["cpu"], ["cuda"])
 
 
 @pytest.mark.parametrize("what", ["update", "logprobs", "reference"])
-def test_a_micro_batch_reaches_the_gpu_in_one_copy_that_nobody_waits_for(step, what):
+def test_micro_batch_reaches_the_gpu_in_one_asynchronous_copy(step, what):
     assert (step[what]["micro_batch"]["copies"], step[what]["micro_batch"]["blocking"]) == (1, 0)
 
 
@@ -43,5 +43,5 @@ def test_weights_of_the_reference_come_from_pinned_memory(step):
     assert step["reference"]["besides"]["blocking"] == step["logprobs"]["besides"]["blocking"] == 1
 
 
-def test_a_bucket_is_kept_in_host_memory_by_a_copy_that_nobody_waits_for(step):
+def test_bucket_is_stored_in_host_memory_by_an_asynchronous_copy(step):
     assert step["kept"] == {"copies": 1, "after what fills it": 1}

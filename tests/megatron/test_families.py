@@ -100,7 +100,7 @@ def caps(family) -> list[str]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_a_config_leaves_out_is_what_transformers_fills_in(name):
+def test_omitted_config_fields_have_the_defaults_of_transformers(name):
     sizes = dict.fromkeys(SIZES, 96) | dict(num_attention_heads=12)
     config = AutoConfig.for_model(name, **sizes)
     filled = config.to_dict()
@@ -277,7 +277,7 @@ def test_norms_after_layers_store_nothing_in_passes_without_gradients():
     assert add((output.requires_grad_(), None), output, 0.0).requires_grad
 
 
-def test_a_sliding_window_that_is_switched_off_is_no_obstacle():
+def test_sliding_window_that_is_switched_off_is_accepted():
     assert description_of(Qwen2Config(use_sliding_window=False, sliding_window=64)).family is FAMILIES["qwen2"]
 
 
@@ -316,7 +316,7 @@ YARN = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_
 @pytest.mark.parametrize(
     "trait", [{"attention_bias": True}, {"mlp_bias": True}, {"rope_parameters": {**YARN, "rope_type": "dynamic"}}]
 )
-def test_what_the_conversion_would_drop_is_refused(trait):
+def test_models_with_tensors_that_the_conversion_would_drop_are_refused(trait):
     with pytest.raises(ConfigError, match=next(iter(trait)).split("_")[0]):
         description_of(LlamaConfig(**trait))
 
@@ -329,6 +329,6 @@ def test_the_sizes_that_are_promised_are_those_of_the_installed_engine():
     from gdpo_nemo.config.model_checks import CPU_EXPERT_MULTIPLE
     from gdpo_nemo.models.architectures import CPU_HEAD_SIZES
 
-    assert CPU_EXPERT_MULTIPLE == CPUUnquantizedExperts.output_alignment
+    assert CPUUnquantizedExperts.output_alignment == CPU_EXPERT_MULTIPLE
 
     assert list(CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()

@@ -34,7 +34,7 @@ def test_round_trip_of_experts_is_bit_exact(on_ranks, model_folder, layout):
     "model, layer",
     [("deepseek-v3", "model.layers.4."), ("nemotron-3-super", "mtp.layers.0.")],
 )
-def test_layers_for_multi_token_prediction_are_kept_and_never_sent_to_engines(model_folder, tmp_path, model, layer):
+def test_layers_for_multi_token_prediction_are_exported_and_never_sent_to_engines(model_folder, tmp_path, model, layer):
     from transformers import AutoConfig
 
     source = tmp_path / "source"
@@ -53,7 +53,7 @@ def test_layers_for_multi_token_prediction_are_kept_and_never_sent_to_engines(mo
     assert differences(source, tmp_path / "exported") == []
 
 
-def test_experts_are_read_from_fused_tensors_too(on_ranks, model_folder, tmp_path):
+def test_experts_are_also_read_from_fused_tensors(on_ranks, model_folder, tmp_path):
     """Folders may hold a layer's experts as transformers keeps them in memory; what is exported is per expert."""
     from transformers import AutoModelForCausalLM
 

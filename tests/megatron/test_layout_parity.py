@@ -85,7 +85,7 @@ def test_recomputed_modules_change_no_bit_of_two_updates(on_ranks, model_folder,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["PP2+SHORTHEAD", "PP2+SHORTTAIL", "PP3+SHORTHEAD+SHORTTAIL"])
-def test_an_uneven_pipeline_computes_exports_and_plans_what_an_even_one_does(on_ranks, model_folder, reference, layout):
+def test_uneven_pipeline_computes_exports_and_plans_like_an_even_one(on_ranks, model_folder, reference, layout):
     expected = reference("qwen3")
     folder = model_folder("qwen3")
     results = on_ranks(layout, rank_cases.updates, folder, tiny_models.make_batch())

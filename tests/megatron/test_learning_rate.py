@@ -105,7 +105,7 @@ def test_a_run_resumes_with_the_rate_that_follows():
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize("updates", [1, 16])
 @pytest.mark.parametrize("warmup", [0, 10])
-def test_rates_are_those_of_nemo_rl_if_the_updates_of_a_step_share_theirs(style, updates, warmup):
+def test_rates_are_those_of_nemo_rl_if_the_updates_of_a_step_share_one_rate(style, updates, warmup):
     """There a step is one call of train: its updates have the rate before the tick, which counts samples."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 

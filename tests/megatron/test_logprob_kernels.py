@@ -124,7 +124,7 @@ def test_a_micro_batch_launches_a_twentieth_and_waits_for_nothing(on_ranks):
         ((7, 5), True, True, "the GPU is older than Ampere"),
     ],
 )
-def test_the_kernels_are_chosen_where_they_run(monkeypatch, capability, triton, wanted, expected):
+def test_kernels_are_chosen_only_if_they_can_run(monkeypatch, capability, triton, wanted, expected):
     from gdpo_nemo.megatron import logprobs
     from gdpo_nemo.utils.errors import ConfigError
 
@@ -139,7 +139,7 @@ def test_the_kernels_are_chosen_where_they_run(monkeypatch, capability, triton, 
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_autograd_gets_a_stand_in_for_what_is_in_main_grad(tied):
+def test_autograd_gets_a_placeholder_for_gradients_in_main_grad(tied):
     """Megatron's hook skips it, or adds it where the embedding's gradient comes by the same way: then it is 0."""
     from gdpo_nemo.megatron.logprobs import _placeholder_gradient
 
@@ -152,7 +152,7 @@ def test_autograd_gets_a_stand_in_for_what_is_in_main_grad(tied):
 
 
 @pytest.mark.parametrize("micro_batch", [4096, 16384])
-def test_the_plan_counts_what_the_backward_pass_holds(micro_batch):
+def test_plan_counts_the_memory_of_the_backward_pass(micro_batch):
     from gdpo_nemo.config.load import load_config
     from gdpo_nemo.config.model_checks import resolve
     from gdpo_nemo.megatron.logprobs import slice_width

@@ -140,7 +140,7 @@ def expected(on_ranks, model_folder):
      ("TP1", "experts"), ("TP2+SP", "experts"), ("TP2xEP2xETP1+SP", "experts"), ("DP2xEP2+DIST", "experts"),
      ("PP2", "experts"), ("TP1", "latent"), ("TP2xEP2xETP1+SP", "latent")],
 )  # fmt: skip
-def test_adapters_learn_what_they_learn_in_transformers(on_ranks, model_folder, expected, layout, which, tmp_path):
+def test_adapters_learn_as_in_transformers(on_ranks, model_folder, expected, layout, which, tmp_path):
     settings, folder, steps, pairs = expected[which]
     results = on_ranks(layout, adapter_cases.lora_updates, folder, tiny_models.make_batch(), settings, str(tmp_path))
     assert max(relative_error(ours, steps) for ours, _ in results) < 1e-5
@@ -163,7 +163,7 @@ def test_adapters_learn_what_they_learn_in_transformers(on_ranks, model_folder, 
     assert set(described["target_modules"]) == set(settings.target_modules)
 
 
-def test_without_adapters_the_model_is_the_reference_and_no_copy_is_kept(on_ranks, model_folder):
+def test_model_without_adapters_is_the_reference_and_has_no_copy(on_ranks, model_folder):
     batch = tiny_models.make_batch()
     results = on_ranks("TP2", adapter_cases.lora_reference, model_folder("qwen2-tied"), batch, SETTINGS)
     start, moved, reference = (rank_cases.by_sequence([r[i] for r in results], batch) for i in range(3))
@@ -184,7 +184,7 @@ def test_without_adapters_the_model_is_the_reference_and_no_copy_is_kept(on_rank
         ("DP2xEP2+DIST", "TP2+SP", "deepseek-v3", EXPERTS),
     ],
 )
-def test_a_checkpoint_of_adapters_goes_on_at_another_layout_and_holds_nothing_else(
+def test_checkpoint_of_adapters_resumes_at_another_layout_and_contains_only_adapters(
     on_ranks, model_folder, tmp_path, saved, loaded, name, settings
 ):
     folder = model_folder(name)

@@ -50,7 +50,7 @@ def test_a_checkpoint_of_megatron_core_gives_its_logits_in_transformers(name, ma
 
 
 @pytest.mark.parametrize("layout", ["TP2", "PP2"])
-def test_the_layout_that_wrote_a_checkpoint_does_not_matter(layout, on_ranks, model_folder, tmp_path):
+def test_checkpoints_of_every_layout_are_read(layout, on_ranks, model_folder, tmp_path):
     model = model_folder("qwen3")
     on_ranks(layout, dist_cases.save_gpt, model, tmp_path / "mcore")
     on_ranks("TP1", dist_cases.to_huggingface, tmp_path / "mcore", tmp_path / "hf", model)
@@ -81,7 +81,7 @@ def test_a_checkpoint_of_megatron_core_is_trained_and_comes_back(name, layout, m
         (None, "which has no config.json; specify a Hugging Face folder of the same model (policy.tokenizer_name)"),
     ],
 )
-def test_a_dry_run_tells_what_does_not_fit_and_converts_nothing(changes, said, made, tmp_path, capsys):
+def test_dry_run_reports_mismatches_and_converts_nothing(changes, said, made, tmp_path, capsys):
     checkpoint = made("qwen3")[0] / "mcore"
     names = [f"policy.model_name={checkpoint}", "policy.model_factory=null", f"run.dir={tmp_path}/results/run"]
     if changes is not None:

@@ -70,7 +70,7 @@ def test_offloaded_weights_and_moments_come_back_bit_for_bit(trained):
     assert model[1].data_ptr() == own, "a weight of the model itself was moved"
 
 
-def test_offloading_leaves_no_gradient_where_its_weight_is_not(trained):
+def test_offloading_frees_the_gradients_of_offloaded_weights(trained):
     model, main, optimizer = trained
     OptimizerOffload(SimpleNamespace(optimizer=optimizer), model, torch.device("cpu")).send()
     assert main.grad is None

@@ -91,7 +91,7 @@ def test_sequences_of_advantage_0_may_be_left_out_of_an_update(on_ranks, model_f
 
 
 @pytest.mark.parametrize("layout", ["TP2+SP", "DP2+OVERLAP", "PP2"])
-def test_reference_logprobs_are_those_of_the_start_and_leave_the_weights_alone(on_ranks, model_folder, layout):
+def test_reference_logprobs_are_those_of_the_start_and_do_not_change_the_weights(on_ranks, model_folder, layout):
     batch = tiny_models.make_batch()
     results = on_ranks(layout, rank_cases.reference_logprobs, model_folder("qwen2-tied"), batch)
     start, moved, reference = (rank_cases.by_sequence([r[i] for r in results], batch) for i in range(3))

@@ -90,7 +90,7 @@ def test_a_scan_in_chunks_equals_the_recurrence_and_its_gradient(kind, length, c
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_no_state_passes_between_sequences_and_shared_prompts_pass_theirs_on(seed):
+def test_no_state_passes_between_sequences_except_from_shared_prompts(seed):
     """Check outputs and gradients of a convolution and a scan, for packs with and without shared tokens."""
     lengths, shared = random_pack(np.random.default_rng(seed), 9)
     if seed % 2:

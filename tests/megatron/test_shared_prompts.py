@@ -66,7 +66,7 @@ def pytest_generate_tests(metafunc):
     whole = metafunc.config.getoption("layout_table")
     for function, layouts, models in (
         (test_layouts_train_shared_prompts_like_separate_ones, LAYOUTS, tiny_models.DENSE),
-        (test_layouts_of_mixtures_share_prompts_too, MIXTURE_LAYOUTS, tiny_models.MIXTURES),
+        (test_layouts_of_mixtures_also_share_prompts, MIXTURE_LAYOUTS, tiny_models.MIXTURES),
     ):
         if metafunc.function is function:
             cases = (
@@ -87,7 +87,7 @@ def test_layouts_train_shared_prompts_like_separate_ones(on_ranks, model_folder,
     check_equal(*both_ways(on_ranks, layout, model_folder(model), batch), batch)
 
 
-def test_layouts_of_mixtures_share_prompts_too(on_ranks, model_folder, layout, model):
+def test_layouts_of_mixtures_also_share_prompts(on_ranks, model_folder, layout, model):
     batch = grouped.make_groups()
     check_equal(*both_ways(on_ranks, layout, model_folder(model), batch), batch)
 
@@ -105,7 +105,7 @@ def test_flex_attention_trains_shared_prompts_like_packed_attention(on_ranks, mo
             np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
-def test_every_layout_computes_what_one_rank_computes(on_ranks, model_folder):
+def test_every_layout_equals_one_rank(on_ranks, model_folder):
     """Against one rank without sharing, as both ways in one layout could be wrong alike."""
     batch = grouped.make_groups()
     folder = model_folder("qwen3")

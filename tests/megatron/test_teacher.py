@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("layout", ["TP1", "TP2+SP", "PP2", "CP2", "DP2+OVERLAP"])
-def test_the_teacher_scores_as_transformers_does_and_leaves_the_policy_alone(on_ranks, model_folder, reference, layout):
+def test_teacher_scores_as_transformers_does_and_does_not_change_the_policy(on_ranks, model_folder, reference, layout):
     batch = tiny_models.make_batch()
     results = on_ranks(layout, rank_cases.teacher_logprobs, model_folder("qwen2"), model_folder("llama"), batch)
     before, taught, again = (rank_cases.by_sequence([r[i] for r in results], batch) for i in range(3))

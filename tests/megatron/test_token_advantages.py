@@ -51,7 +51,7 @@ def advantages_of_rows(batch: list[TrainSequence], context: tuple[int, int]) -> 
 
 
 @pytest.mark.parametrize("context", [(0, 1), (0, 2), (1, 2)])
-def test_every_row_of_a_micro_batch_has_the_advantage_of_its_own_token(context):
+def test_every_row_of_a_micro_batch_has_the_advantage_of_its_token(context):
     batch = by_token(tiny_models.make_batch())
     batch[1].loss_mask = np.arange(len(batch[1].completion_ids)) % 2 == 0
     batch[3].weight = 0.0

@@ -60,7 +60,7 @@ def test_the_chunk_size_changes_no_bit(on_ranks, layout):
 
 
 @pytest.mark.parametrize("layout", ["TP1", "TP2+SP"])
-def test_recomputed_logits_train_like_kept_ones(on_ranks, model_folder, layout):
+def test_recomputed_logits_train_like_stored_ones(on_ranks, model_folder, layout):
     batch = tiny_models.make_batch()
     arguments = (rank_cases.updates, model_folder("qwen2-tied"), batch, 2, 200, None)
     kept, recomputed = (on_ranks(layout, *arguments, limit) for limit in (None, 8 * 4 * 100))

@@ -105,7 +105,7 @@ def test_factors_that_do_not_fit_are_named(tmp_path, capsys, change, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_exponents_are_not_taken_for_factors():
+def test_exponents_are_not_read_as_factors():
     """Other formats store the exponents of powers of two, as bytes."""
     with pytest.raises(ValueError, match="shapes"):
         dequantised(torch.zeros(16, 32).to(torch.float8_e4m3fn), torch.full((1, 1), 127, dtype=torch.uint8), BLOCK)

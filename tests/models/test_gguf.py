@@ -46,7 +46,7 @@ def test_a_gguf_file_gives_the_logits_of_the_model_it_was_made_of(name, tmp_path
 
 
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.BF16, Kind.F16])
-def test_quantised_weights_become_the_values_that_they_stand_for(kind, tmp_path):
+def test_quantised_weights_become_the_values_that_they_encode(kind, tmp_path):
     model = write_model("mixtral", tmp_path / "model", intermediate_size=64)
     file = tiny_gguf.write_gguf(model, tmp_path / "tiny.gguf", kind)
     read, original = open_weights(converted(file, tmp_path / "hf")), open_weights(model)

@@ -83,7 +83,7 @@ FILES = [
 
 
 @pytest.mark.parametrize("write, message", FILES, ids=[write.__name__ for write, _ in FILES])
-def test_a_file_is_told_by_its_content_whatever_it_is_called(write, message, tmp_path):
+def test_format_of_a_file_follows_from_its_content(write, message, tmp_path):
     file = tmp_path / "model.gguf"
     write(file)
     with pytest.raises(ConfigError, match=message):
@@ -132,7 +132,7 @@ def inside(place: str, files: dict[str, str]) -> dict[str, str]:
         (dict(xDOTgguf="GGUF"), Format.GGUF, "x.gguf"),
     ],
 )  # fmt: skip
-def test_a_folder_is_told_by_what_it_holds(files, form, place, tmp_path):
+def test_format_of_a_folder_follows_from_its_content(files, form, place, tmp_path):
     found = recognise(folder(tmp_path, **files))
     assert found is not None and (found.format, found.path) == (form, tmp_path / place)
 
@@ -141,7 +141,7 @@ def test_a_folder_is_told_by_what_it_holds(files, form, place, tmp_path):
     "files",
     [{}, dict(configDOTjson="{}"), dict(configDOTjson="{}", adapter_configDOTjson="{}", modelDOTsafetensors="")],
 )
-def test_a_hugging_face_folder_and_an_empty_one_are_no_other_format(files, tmp_path):
+def test_hugging_face_folder_and_empty_folder_have_no_other_format(files, tmp_path):
     assert recognise(folder(tmp_path, **files)) is None
 
 
@@ -173,7 +173,7 @@ def test_a_folder_in_a_format_that_is_not_read_is_named(files, message, tmp_path
         (dict(quantization=dict(bits=4), quantization_config=dict(bits=4)), "these are by MLX"),
     ],
 )
-def test_a_quantised_folder_is_refused_with_what_quantised_it(fields, message):
+def test_quantised_folder_is_refused_with_its_quantisation_method(fields, message):
     with pytest.raises(ConfigError, match=message):
         describe({"model_type": "llama", **fields})
 
@@ -204,7 +204,7 @@ def test_a_dry_run_names_the_format_in_one_line(write, message, tmp_path, capsys
     assert said.startswith("error: policy.model_name: ") and message in said and said.count("\n") == 1
 
 
-def test_an_adapter_config_that_is_no_json_is_refused(tmp_path):
+def test_adapter_config_that_is_not_json_is_refused(tmp_path):
     from gdpo_nemo.models.peft import read_peft_adapter
 
     with pytest.raises(ConfigError, match="not valid JSON"):

@@ -33,7 +33,7 @@ def test_readme_names_every_family_and_the_comparison_their_number():
 
 
 @pytest.mark.parametrize("what", TESTS)
-def test_what_the_page_calls_tested_takes_every_tiny_model(what):
+def test_tests_named_on_the_page_use_every_tiny_model(what):
     page = (REPOSITORY / "docs" / "models.md").read_text()
     source = (REPOSITORY / TESTS[what]).read_text()
     assert TESTS[what] in page

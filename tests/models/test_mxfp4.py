@@ -34,7 +34,7 @@ def quantised(tmp_path) -> Path:
     return folder
 
 
-def test_experts_become_what_transformers_dequantises(quantised, tmp_path):
+def test_experts_become_those_that_transformers_dequantises(quantised, tmp_path):
     from transformers import AutoModelForCausalLM
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 

@@ -160,7 +160,7 @@ def test_a_lora_run_on_an_adapter_of_another_kind_is_refused_by_name(adapter, ru
         )
 
 
-def test_a_dry_run_says_that_an_adapter_does_not_fit_its_base(model, tmp_path, capsys):
+def test_dry_run_reports_that_an_adapter_does_not_fit_its_base(model, tmp_path, capsys):
     other = write_model("qwen2", tmp_path / "other", hidden_size=64)
     source = write_adapter(tmp_path / "adapter", other)
     names = [f"policy.model_name={source}", "policy.model_factory=null", "policy.max_total_sequence_length=64"]

@@ -65,7 +65,7 @@ ALGORITHMS = (
         "algorithms/estimators.py",
         "return z, present & (groups.rows(~stats.constant) | single)",
         "return z, present & groups.rows(~stats.constant)",
-        "rollouts/test_group_signal.py::test_a_group_of_one_member_has_signal_only_where_its_raw_reward_is_one",
+        "rollouts/test_group_signal.py::test_group_of_one_sample_has_signal_only_if_its_raw_reward_is_one",
         "a sample that is alone has signal with singleton raw",
     ),
     mutant(
@@ -100,7 +100,7 @@ ALGORITHMS = (
         "algorithms/estimators.py",
         "return Terms(components, terms.has_signal & ~conflict, dropped=np.asarray(conflict))",
         "return Terms(components, terms.has_signal, dropped=conflict)",
-        "algorithms/test_estimators.py::test_gd2po_standardises_over_the_kept_rollouts_only",
+        "algorithms/test_estimators.py::test_gd2po_standardises_over_the_retained_rollouts_only",
         "conflicting samples of GD2PO are in no batch statistic",
     ),
     mutant(
@@ -142,7 +142,7 @@ ALGORITHMS = (
         "algorithms/table.py",
         "present = ~missing & rows",
         "present = ~missing",
-        "algorithms/test_advantages.py::test_masked_rows_change_nobody_and_get_zero",
+        "algorithms/test_advantages.py::test_masked_rows_get_zero_and_change_no_other_row",
         "rows that failed count in no statistic",
     ),
     mutant(

@@ -37,7 +37,7 @@ ENGINES = (
         "weights/manifest.py",
         "        memory[end:stop] = 0\n",
         "",
-        "weights/test_packed_updates.py::test_an_update_over_an_earlier_one_is_what_it_is_in_new_memory",
+        "weights/test_packed_updates.py::test_update_over_an_earlier_one_equals_one_in_new_memory",
         "padding of an update is zero in reused memory",
     ),
     mutant(
@@ -51,7 +51,7 @@ ENGINES = (
         "weights/manifest.py",
         "if not groups or size + entry.nbytes > bucket_bytes:",
         "if not groups or size > bucket_bytes:",
-        "weights/test_streams.py::test_buckets_give_back_what_they_were_filled_with",
+        "weights/test_streams.py::test_buckets_return_their_content",
         "a bucket keeps its size",
     ),
     mutant(
@@ -86,14 +86,14 @@ ENGINES = (
         "generation/engine_failures.py",
         "min(now - self._last_check_s, self.LOOK_S)",
         "now - self._last_check_s",
-        "generation/test_engine_failures.py::test_time_that_nobody_watched_is_not_held_against_a_process",
+        "generation/test_engine_failures.py::test_unobserved_time_does_not_count_as_standstill",
         "time in which the process itself stood still does not count",
     ),
     mutant(
         "generation/engine_failures.py",
         r"Free memory on device .* is less than",
         r"Free memory on device .* is less than desired CPU",
-        "generation/test_engine_failures.py::test_messages_in_vllms_source_are_told_apart",
+        "generation/test_engine_failures.py::test_messages_in_vllms_source_are_classified",
         "a lack of free memory is a failure of the engine",
     ),
     mutant(
@@ -107,7 +107,7 @@ ENGINES = (
         "weights/host_memory.py",
         "self._stream.wait_stream(torch.cuda.current_stream(self._device))",
         "pass",
-        "megatron/test_fake_gpu.py::test_a_bucket_is_kept_in_host_memory_by_a_copy_that_nobody_waits_for",
+        "megatron/test_fake_gpu.py::test_bucket_is_stored_in_host_memory_by_an_asynchronous_copy",
         "a bucket is filled before it is copied",
     ),
     mutant(
@@ -142,7 +142,7 @@ ENGINES = (
         "utils/waits.py",
         "min(self._most_s, max(self._least_s,",
         "min(self._most_s, min(self._least_s,",
-        "utils/test_waits.py::test_a_deadline_follows_what_was_measured_within_its_bounds",
+        "utils/test_waits.py::test_deadline_follows_the_measured_times_within_its_bounds",
         "a learnt limit is at least the least",
     ),
     mutant(

@@ -16,7 +16,7 @@ MEGATRON = (
         "megatron/router_replay.py",
         "experts = torch.where(known, self.chosen, own)",
         "experts = torch.where(known, self.chosen, 0)",
-        "megatron/test_router_replay.py::test_an_update_equals_transformers_with_the_same_experts",
+        "megatron/test_router_replay.py::test_an_update_with_replayed_experts_equals_transformers_with_and_without_shared_prompts",
         "unknown experts are those of the router",
     ),
     mutant(
@@ -37,14 +37,14 @@ MEGATRON = (
         "megatron/adapter_layers.py",
         "return tensor_parallel.copy_to_tensor_model_parallel_region(matrix, group=self.group)",
         "return matrix",
-        "megatron/test_lora.py::test_adapters_learn_what_they_learn_in_transformers[TP2+SP-experts]",
+        "megatron/test_lora.py::test_adapters_learn_as_in_transformers[TP2+SP-experts]",
         "a replicated matrix of an expert has the gradient of all expert-tensor-parallel ranks",
     ),
     mutant(
         "megatron/lora.py",
         "            replicas = parallel_state.get_expert_data_parallel_group()\n",
         "            pass\n",
-        "megatron/test_lora.py::test_a_checkpoint_of_adapters_goes_on_at_another_layout_and_holds_nothing_else",
+        "megatron/test_lora.py::test_checkpoint_of_adapters_resumes_at_another_layout_and_contains_only_adapters",
         "a checkpoint contains the adapters of the experts of all ranks",
     ),
     mutant(
@@ -100,7 +100,7 @@ MEGATRON = (
         "megatron/optimizer.py",
         "self.num_steps = max(1, ticks - (ticks - 1) % self._hold)",
         "self.num_steps = max(1, ticks)",
-        "megatron/test_learning_rate.py::test_rates_are_those_of_nemo_rl_if_the_updates_of_a_step_share_theirs",
+        "megatron/test_learning_rate.py::test_rates_are_those_of_nemo_rl_if_the_updates_of_a_step_share_one_rate",
         "the rate is held for the updates of a step",
     ),
     mutant(

@@ -26,7 +26,7 @@ PROCESSES = (
         "cluster/cleanup_process.py",
         "scans - first_scan[child] < _MEMORY_SCANS_OF_NEW",
         "scans == first_scan[child]",
-        "cluster/test_cleanup_process.py::test_what_a_killed_process_started_under_its_guard_is_gone_in_seconds[True]",
+        "cluster/test_cleanup_process.py::test_children_of_a_killed_guarded_process_end_in_seconds[True]",
         "shared memory that a process maps some time after its start is removed",
     ),
     mutant(

@@ -72,7 +72,7 @@ ROLLOUTS = (
         "rollouts/replay_buffer.py",
         "version - entry.oldest <= self.max_age}",
         "version - entry.oldest < self.max_age}",
-        "rollouts/test_replay_buffer.py::test_a_group_is_drawn_up_to_its_largest_age_and_not_after",
+        "rollouts/test_replay_buffer.py::test_group_is_reused_up_to_its_largest_age_and_not_after",
         "groups are trained up to max_age",
     ),
     mutant(
@@ -220,7 +220,7 @@ ROLLOUTS = (
         "data/prefixes.py",
         "state_keys), len(sequence) - 1)",
         "state_keys), len(sequence))",
-        "data/test_prefixes.py::test_every_sequence_has_one_place_and_shares_what_its_predecessor_has",
+        "data/test_prefixes.py::test_every_sequence_has_one_place_and_shares_the_prefix_of_its_predecessor",
         "a sequence that equals another computes its last token",
     ),
     mutant(

@@ -23,7 +23,7 @@ SETTINGS = (
         "config/load.py",
         "_merged(pickle.dumps(sources))",
         "_merged(pickle.dumps(sources[-1:]))",
-        "config/test_load.py::test_environments_of_a_parent_stay_only_where_they_are_named_again",
+        "config/test_load.py::test_environments_of_a_parent_stay_only_if_named_again",
         "a merge that is used again contains the parents",
     ),
     mutant(
@@ -58,7 +58,7 @@ SETTINGS = (
         "models/sources.py",
         'if any(name.endswith(".ckpt") for name in files):',
         "if False:",
-        "models/test_model_formats.py::test_a_file_is_told_by_its_content_whatever_it_is_called",
+        "models/test_model_formats.py::test_format_of_a_file_follows_from_its_content",
         "an archive with a pickle is refused as such",
     ),
 )

@@ -9,7 +9,7 @@ TRAINING = (
         "megatron/recurrence.py",
         "moves.append((rows * rectangle.keys.size(1) + positions[rectangle.query_rows], rectangle.query_rows))",
         "moves.append((rectangle.query_cells, rectangle.query_rows))",
-        "megatron/test_recurrence.py::test_no_state_passes_between_sequences_and_shared_prompts_pass_theirs_on",
+        "megatron/test_recurrence.py::test_no_state_passes_between_sequences_except_from_shared_prompts",
         "samples with a shared prompt continue from its state",
     ),
     mutant(
@@ -52,7 +52,7 @@ TRAINING = (
         "training/distillation.py",
         "np.where(_policy_tokens(t), gaps[number], 0.0)",
         "np.where(_policy_tokens(t), -gaps[number], 0.0)",
-        "training/test_distillation.py::test_the_advantage_of_a_token_is_how_much_more_the_teacher_likes_it",
+        "training/test_distillation.py::test_advantage_of_a_token_is_the_difference_of_teacher_and_policy_log_probs",
         "sign of the teacher's advantage",
     ),
     mutant(

@@ -50,7 +50,7 @@ def test_a_lost_process_is_named_before_those_that_are_waited_for():
     )
 
 
-def test_the_wait_of_the_loop_for_its_rollouts_blames_nobody_by_itself():
+def test_wait_of_the_loop_for_its_rollouts_blames_no_process_by_itself():
     found = diagnose(status(("batch 3", "rollouts", 9.0)), [ProcessReport("engine 0", 11, "sleeping", STUCK)])
     assert found.blocked_by == [] and "step 3 is in progress" in found.sentence
 
@@ -103,7 +103,7 @@ def test_the_status_thread_replaces_no_newer_status(tmp_path, monkeypatch):
     file.close("failed")
 
 
-def test_what_a_killed_writer_left_beside_the_status_is_removed(tmp_path):
+def test_temporary_files_of_a_killed_writer_of_the_status_are_removed(tmp_path):
     for name in ("status.1398", "status.amended", "status.txt"):
         (tmp_path / name).write_text("{")
     StatusFile(tmp_path, lambda: {"step": 5}).close("complete")
@@ -111,7 +111,7 @@ def test_what_a_killed_writer_left_beside_the_status_is_removed(tmp_path):
 
 
 @pytest.mark.slow
-def test_stacks_of_live_processes_show_where_they_are_and_stopped_ones_are_known(tmp_path):
+def test_stacks_of_live_processes_are_shown_and_stopped_processes_are_reported(tmp_path):
     code = "import time\ndef dawdle():\n    time.sleep(60)\ndawdle()\n"
     (tmp_path / "dawdler.py").write_text(code)
     process = subprocess.Popen([sys.executable, str(tmp_path / "dawdler.py")])

@@ -11,7 +11,8 @@ import struct
 import subprocess
 import sys
 import termios
-from typing import Iterator, TextIO
+from collections.abc import Iterator
+from typing import TextIO
 
 import pytest
 from rich.console import Console
@@ -105,7 +106,7 @@ def test_no_second_passes_on_a_terminal_without_a_new_line_even_between_phases(c
     assert longest < 3
 
 
-def test_a_phase_says_how_far_it_is(clock, terminal):
+def test_phase_shows_its_progress(clock, terminal):
     tally = Tally.of(128, 16)
     shown = Display(terminal.stream, clock(), terminal=True)
     with phase("step 1: batch", lambda: tally):
@@ -127,7 +128,7 @@ def test_the_line_fits_a_terminal_that_is_made_narrower(clock, terminal):
             assert len(terminal.line) < columns
 
 
-def test_what_others_print_stands_on_lines_of_its_own(clock, terminal):
+def test_output_of_other_code_is_on_separate_lines(clock, terminal):
     shown = Display(terminal.stream, clock(), terminal=True)
     with phase("model"):
         shown.tick()
@@ -140,7 +141,7 @@ def test_what_others_print_stands_on_lines_of_its_own(clock, terminal):
     assert written == "<0 s  model  0 s<warm-up step 10\nstep 1\n<0 s  model  0 s"
 
 
-def test_a_pipe_gets_a_line_for_long_phases_alone_and_no_two_within_ten_seconds(clock):
+def test_pipe_gets_a_line_only_for_long_phases_and_no_two_within_ten_seconds(clock):
     shown, text = plain(clock)
     for name, seconds in (("imports", 9), ("policy", 35), ("probe", 3)):
         with phase(name):
@@ -245,7 +246,7 @@ def test_durations_read_as_people_write_them():
 
 
 @pytest.mark.slow
-def test_a_display_imports_the_standard_library_alone():
+def test_display_imports_only_the_standard_library():
     code = (
         "import sys, gdpo_nemo.observe.display; "
         "print(sorted({'torch', 'transformers', 'ray', 'rich', 'numpy', 'psutil'} & set(sys.modules)))"

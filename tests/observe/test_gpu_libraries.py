@@ -35,7 +35,7 @@ def machine(monkeypatch, tmp_path):
     return of
 
 
-def test_transformer_engine_without_its_bindings_says_what_their_build_lacks(machine):
+def test_transformer_engine_without_bindings_reports_the_missing_build_requirements(machine):
     machine({"transformer-engine": "2.20.2", "transformer-engine-cu13": "2.20.2", "torch": "2.13.0", "pip": "26"})
     found = installation.transformer_engine()
     assert found.usable is False
@@ -129,7 +129,7 @@ def test_another_nccl_than_the_installed_one_is_found(machine, monkeypatch):
     assert found.usable is False and f"2.19.3, from LD_LIBRARY_PATH {folder / 'old'}, but 2.29.7" in found.text
 
 
-def test_the_doctor_prints_a_line_for_each_and_fails_where_one_is_broken(machine, monkeypatch, tmp_path, capsys):
+def test_doctor_prints_a_line_for_each_module_and_fails_if_one_is_broken(machine, monkeypatch, tmp_path, capsys):
     machine({"transformer-engine": "2.20.2", **dict.fromkeys(("torch", "megatron-core", "ray", "vllm"), "1")})
     gpu = installation.Check("GPUs", True, "1 x H100")
     monkeypatch.setattr(installation, "_gpus", lambda: (gpu, "2.29.7"))

@@ -146,7 +146,7 @@ def test_the_command_exits_0_for_a_healthy_run_and_1_for_a_sick_one(tmp_path, ca
 
 
 @pytest.mark.parametrize("columns", ["80", "120"])
-def test_a_run_with_other_rewards_is_judged_by_what_holds_for_every_run(tmp_path, capsys, monkeypatch, columns):
+def test_run_with_other_rewards_is_checked_by_the_common_bounds(tmp_path, capsys, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", columns)
     folder = run_folder(tmp_path / "run", renamed, correctness=1.0, shape=1.0, length=1.0)
     assert cli.main(["health", str(folder)]) == 0
@@ -173,7 +173,7 @@ def test_a_reward_of_the_config_that_the_metrics_lack_is_a_miss_and_not_another_
         ({"reward/one/dead_groups": 1.0, "reward/one/std": 0.2}, "reward/one/dead_groups"),
     ],
 )
-def test_what_holds_for_every_run_finds_each_sickness_in_a_run_without_thresholds(tmp_path, change, found):
+def test_common_bounds_find_each_sickness_in_a_run_without_thresholds(tmp_path, change, found):
     def row(step: int, ill: bool) -> dict:
         sound = {"grad_norm": 0.5, "policy/entropy": 0.3, "parity/mean_abs": 1e-5, "policy/clip_fraction": 0.1}
         sound |= {

@@ -48,13 +48,13 @@ def rows(count: int, **changed) -> list[dict]:
         ("advantage/dead_groups", 0.95, "advantage/dead_groups is 0.95 over 5 steps, accepted: at most 0.9"),
     ],
 )
-def test_what_leaves_its_range_is_said_once_with_what_to_try(config, key, value, wanted):
+def test_metric_outside_its_range_is_reported_once_with_a_remedy(config, key, value, wanted):
     (line,) = play(config, [row | {key: value} for row in rows(30)])
     assert line.startswith(wanted) and "; try " in line
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.03, 0.1])
-def test_a_sound_run_is_not_spoken_of(config, noise):
+def test_sound_run_gives_no_alert(config, noise):
     assert play(config, [demo_row(step, noise) for step in range(1, 200)]) == []
 
 
@@ -63,7 +63,7 @@ def test_every_bound_of_a_step_has_a_way_out():
     assert len(judged) >= 8 and all(metric.why and metric.remedy for metric in judged)
 
 
-def test_one_bad_step_is_none_and_a_relapse_is_said_again(config):
+def test_one_bad_step_gives_no_alert_and_a_relapse_is_reported_again(config):
     def at(*bad: int):
         return [demo_row(step) | ({"policy/entropy": 0.001} if step in bad else {}) for step in range(1, 41)]
 
@@ -98,7 +98,7 @@ def test_alerts_can_be_turned_off_and_stops_stay(config):
         play(config, bad)
 
 
-def test_a_stop_ends_the_step_that_is_recorded_and_said(config, run_dir):
+def test_stop_is_recorded_and_reported_with_its_step(config, run_dir):
     config.health.stop_on = ["policy/entropy"]
     log = RunLog(config, run_dir)
     with pytest.raises(RunError, match="health.stop_on: policy/entropy"):
@@ -110,7 +110,7 @@ def test_a_stop_ends_the_step_that_is_recorded_and_said(config, run_dir):
 
 
 @pytest.mark.parametrize("name", ["policy/entropie", "reward/correctness/dead_groups", "time/step"])
-def test_a_stop_for_what_is_never_judged_is_refused(name):
+def test_stop_for_a_metric_without_bounds_is_refused(name):
     config = load_config("configs/gdpo_tiny_cpu.yaml", [f"health.stop_on=[{name}]"])
     with pytest.raises(ConfigError, match=f"health.stop_on: {name} is not checked at every step"):
         validate(config)

@@ -62,7 +62,7 @@ def write(folder, rows):
 
 
 @pytest.mark.parametrize("name", ["sound_0", "sound_1", "sound_2", "sound_stale"])
-def test_nothing_is_said_of_a_sound_run(config, tmp_path, name):
+def test_sound_run_gives_no_finding(config, tmp_path, name):
     rows = rows_of(name)
     assert len(rows) == 60 and alerts_of(config, rows) == []
     write(tmp_path, rows)
@@ -144,7 +144,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_each_sickness_is_named_with_what_to_try(config, tmp_path, change):
+def test_each_sickness_is_named_with_a_remedy(config, tmp_path, change):
     key, sick = CHANGES[change]
     rows = [{**row, key: sick(row)} for row in rows_of("sound_1")]
     lines = alerts_of(config, rows)
@@ -167,7 +167,7 @@ def judged(check: Check, values) -> list[float | None]:
     return [trail.add(value) for value in values]
 
 
-def test_what_a_check_holds_against_its_bounds():
+def test_check_computes_values_relative_to_start_and_earlier_steps():
     def check(of, window):
         return Check("m", "every", window=window, of=of, max=1.0)
 
@@ -181,7 +181,7 @@ def test_what_a_check_holds_against_its_bounds():
     assert judged(check("rise", 2), [1.0] * 4)[-1] == 0.0
 
 
-def test_a_configs_own_drift_takes_the_place_of_ours_and_leaves_the_bound(config):
+def test_drift_of_a_config_replaces_the_default_drift_and_keeps_the_bound(config):
     config.health.checks = [{"metric": "policy/entropy", "at": "every", "of": "start", "max": 100.0}]
     key, sick = CHANGES["entropy explodes"]
     assert alerts_of(config, [{**row, key: sick(row)} for row in rows_of("sound_1")]) == []
@@ -189,7 +189,7 @@ def test_a_configs_own_drift_takes_the_place_of_ours_and_leaves_the_bound(config
     assert named(alerts_of(config, [{**row, key: sick(row)} for row in rows_of("sound_1")])) == {key}
 
 
-def test_a_drift_ends_a_run_only_where_the_config_has_it_as_a_check_of_its_own(config):
+def test_drift_ends_a_run_only_if_the_config_declares_it_as_a_check(config):
     key, sick = CHANGES["one gradient is a spike"]
     rows = [{**row, key: sick(row)} for row in rows_of("sound_1")]
     config.health.stop_on = [key]
@@ -211,12 +211,12 @@ def test_a_drift_ends_a_run_only_where_the_config_has_it_as_a_check_of_its_own(c
         ({"of": "rise", "window": 1}, "requires a window of at least 2"),
     ],
 )
-def test_a_drift_that_cannot_be_judged_is_refused(change, reason):
+def test_drift_that_cannot_be_checked_is_refused(change, reason):
     with pytest.raises(ConfigError, match=reason):
         read_checks([{"metric": "grad_norm", "at": "every", "max": 2, **change}], 5, "health.checks")
 
 
-def test_every_drift_says_why_and_what_to_try():
+def test_every_drift_has_a_reason_and_a_remedy():
     assert all(advice(drift.check) == (drift.why, drift.remedy) and drift.why and drift.remedy for drift in DRIFTS)
     table = findings_table([])
     assert table.columns[3].header == "accepted"

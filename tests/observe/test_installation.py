@@ -42,7 +42,7 @@ def _checks(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_this_machine_is_fit_and_every_check_says_what_it_saw(checks):
+def test_this_machine_passes_and_every_check_reports_its_finding(checks):
     assert [name for name, check in checks.items() if check.passed is False and name != "GPUs"] == []
     assert "megatron-core 0.19.2" in checks["packages"].text and "vllm" in checks["engine"].text
     assert all(check.text for check in checks.values())
@@ -69,7 +69,7 @@ def test_an_absent_package_is_named(monkeypatch):
     assert packages.passed is False and packages.text == "missing: no-such-package"
 
 
-def test_what_the_default_installation_builds_from_source_needs_no_compiler():
+def test_default_installation_builds_no_package_that_needs_a_compiler():
     """uv leaves its mark on what it built here; a wheel that holds machine code says that it is no pure Python."""
     built = {
         d.name: "Root-Is-Purelib: false" in d.read_text("WHEEL")
@@ -137,7 +137,7 @@ def test_eval_and_parity_name_a_missing_library_before_they_start_a_process(tmp_
 
 
 @pytest.mark.slow
-def test_what_the_system_must_bring_is_checked_with_nothing_installed():
+def test_system_requirements_are_checked_before_any_installation():
     """-S: a Python without site-packages, such as the one that has still to download them."""
     command = [sys.executable, "-S", "-m", "gdpo_nemo.observe.installation"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -146,12 +146,12 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("sentence", FAULTS)
-def test_the_audit_names_what_must_not_be(tmp_path, sentence):
+def test_audit_names_violations(tmp_path, sentence):
     write(tmp_path, *FAULTS[sentence])
     assert sentence in audit(tmp_path, staleness=1, window=3, ledger=ledger(3)).found
 
 
-def test_what_was_dropped_since_the_last_step_is_not_missing(tmp_path):
+def test_groups_dropped_since_the_last_step_are_not_missing(tmp_path):
     write(tmp_path, [group(0)])
     assert audit(tmp_path, 0, ledger=ledger(2, dropped=[(1, "late")])).found == []
     assert len(audit(tmp_path, 0, ledger=ledger(2)).found) == 1
@@ -181,7 +181,7 @@ def test_samples_that_are_masked_may_be_of_any_age(tmp_path):
     assert audit(tmp_path, staleness=0).found == []
 
 
-def test_positions_of_runs_that_do_not_count_them_are_not_judged(tmp_path):
+def test_prompt_indices_of_runs_without_a_ledger_are_not_audited(tmp_path):
     write(tmp_path, [group(-1), group(-1)], [group(-1, 1)])
     result = audit(tmp_path, staleness=0, window=1, ledger=ledger(3))
     assert result.found == [] and result.unknown == [

@@ -76,7 +76,7 @@ def test_a_run_that_starts_over_leaves_nothing_of_the_first_try(config, run_dir)
     assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2, 2]
 
 
-def test_the_record_of_a_run_that_starts_over_is_archived_and_said_so(config, run_dir):
+def test_record_of_a_run_that_starts_again_is_archived_and_reported(config, run_dir):
     for end in (4, 3, 2):
         play(config, range(1, end), status=RESTARTING)
     kept = {path.name: path for path in (run_dir / "archive").iterdir()}
@@ -108,7 +108,7 @@ def test_a_run_whose_folder_is_anothers_records_nothing_more(config, run_dir):
         (log, "TraceLog"),
     ],
 )
-def test_a_failure_to_draw_warns_once_and_the_run_goes_on(config, run_dir, monkeypatch, target):
+def test_failed_plot_warns_once_and_the_run_continues(config, run_dir, monkeypatch, target):
     def broken(*arguments, **named):
         raise RuntimeError("no font")
 
@@ -127,7 +127,7 @@ def test_a_failure_to_write_metrics_ends_the_run(config):
 
 
 @pytest.mark.slow
-def test_samples_are_kept_only_where_asked_for(config, run_dir):
+def test_samples_are_written_only_if_requested(config, run_dir):
     config.rollout.save_samples = False
     config.logger.plot = False
     play(config)
@@ -148,7 +148,7 @@ def test_the_report_is_one_page_without_anything_active_in_it(config, run_dir):
 
 
 @pytest.mark.slow
-def test_console_and_report_say_why_a_weight_is_what_it_is(config, capsys, run_dir):
+def test_console_and_report_give_the_reason_for_a_weight(config, capsys, run_dir):
     run = RunLog(config, run_dir)
     for step, weight in ((1, 0.5), (2, 0.3149)):
         goal = {"reward/length/at_least": 0.95, "reward/length/samples": 64.0, "reward/length/weight": weight}
@@ -177,7 +177,7 @@ def test_the_report_command_redraws_a_run_from_its_files(config, run_dir, capsys
 
 
 @pytest.mark.slow
-def test_picture_and_report_are_renewed_while_the_run_goes_on(config, run_dir, patient):
+def test_plot_and_report_are_renewed_during_the_run(config, run_dir, patient):
     config.logger.report_period = 2
     run = RunLog(config, run_dir)
     for step in (1, 2, 3):
@@ -192,7 +192,7 @@ def test_picture_and_report_are_renewed_while_the_run_goes_on(config, run_dir, p
 
 
 @pytest.mark.slow
-def test_a_drawing_under_way_is_not_begun_again_and_is_gone_after_the_end(run_dir, monkeypatch):
+def test_running_plot_process_is_not_restarted_and_ends_with_the_run(run_dir, monkeypatch):
     program = (
         "import sys, time; from gdpo_nemo.utils.files import whole_file; "
         "unfinished = whole_file(sys.argv[1] + '/report.html'); unfinished.__enter__(); "
@@ -228,7 +228,7 @@ def test_a_drawing_that_fails_is_an_alert_and_no_end(config, run_dir, monkeypatc
     assert "exited with status 3" in alert["text"] and (run_dir / "report.html").exists()
 
 
-def test_a_report_of_one_bare_row_still_draws(run_dir):
+def test_report_of_one_bare_row_has_a_plot(run_dir):
     run_dir.mkdir()
     (run_dir / "metrics.jsonl").write_text('{"step": 1, "reward/a/mean": -2.5}\n')
     assert "-2.500" in report.write_report(run_dir).read_text()
@@ -303,7 +303,7 @@ def test_auto_is_live_on_a_terminal_only(mode, terminal, kind, run_dir):
     assert type(shown) is kind
 
 
-def test_a_line_shows_only_what_was_measured(run_dir):
+def test_line_shows_only_measured_values(run_dir):
     history = History()
     shown, text = live(history, "plain", False)
     history.add({"step": 1, "reward/a/mean": 0.5})
@@ -317,7 +317,7 @@ def test_sparklines_run_from_lowest_to_highest(values, expected):
 
 
 @pytest.mark.slow
-def test_why_a_run_was_restarted_stays_among_its_alerts_where_it_starts_over(config, run_dir, capsys, patient):
+def test_reason_of_a_restart_remains_in_the_alerts_of_a_run_that_starts_again(config, run_dir, capsys, patient):
     play(config, range(1, 3), status="failed")
     write_alert(run_dir, 2, "driver killed; started again")
     RunLog(config, run_dir, 0, restarted="driver killed; started again").close("stopped")
@@ -334,7 +334,7 @@ def test_an_alert_that_a_full_disk_cut_short_does_not_spoil_the_next(run_dir):
     assert [alert["text"] for alert in read_alerts(run_dir)] == ["first", "second"]
 
 
-def test_what_a_checkpoint_counts_as_trained_is_on_the_disk_in_the_journal(config, run_dir, monkeypatch, patient):
+def test_groups_that_a_checkpoint_counts_as_trained_are_on_disk_in_the_journal(config, run_dir, monkeypatch, patient):
     run = RunLog(config, run_dir)
     run._journal.append(1, [], position=4, published=0, total_updates=1)
     synced = []

@@ -95,7 +95,7 @@ def test_every_key_that_is_written_has_an_entry():
     assert strange == set()
 
 
-def test_every_entry_stands_in_the_file_that_writes_it():
+def test_every_entry_is_in_the_file_that_writes_it():
     """The key itself, or its last part (a measurement that gets its group elsewhere), is a string of that file."""
     unwritten = []
     for metric in metrics().values():
@@ -241,7 +241,7 @@ def test_displays_call_a_metric_by_its_label_and_unit():
     assert title_of("reward_function/mine") == "reward_function/mine"
 
 
-def test_explain_says_what_a_metric_is_and_which_is_meant(capsys):
+def test_explain_describes_a_metric_and_suggests_similar_names(capsys):
     assert cli.main(["explain", "metric/reward/correctness/dead_groups"]) == 0
     said = capsys.readouterr().out
     for part in (
@@ -282,7 +282,7 @@ def registered_as(monkeypatch, **changes):
     monkeypatch.setattr(health, "metrics", lambda: entries)
 
 
-def test_console_plot_report_and_health_say_what_the_entry_says(monkeypatch, run_dir):
+def test_console_plot_report_and_health_use_the_text_of_the_entry(monkeypatch, run_dir):
     registered_as(monkeypatch, label="surprise", unit="bits", about="What <it> is", min=3.0)
     log = MetricsLog(run_dir)
     for step in range(1, 8):

@@ -90,7 +90,7 @@ def test_the_card_has_weights_and_means_of_validation_up_to_its_own_step(exporte
         ("---\n{[\n---\n", {}, "Unknown; see the base model"),
     ],
 )
-def test_a_licence_that_nobody_states_is_not_invented(exported, tmp_path, card, fields, licence):
+def test_unstated_licence_is_not_invented(exported, tmp_path, card, fields, licence):
     model = base(tmp_path, card, **fields)
     text = write_card(exported, str(model), settings(model), None, 2).read_text()
     front = yaml.safe_load(text.split("---\n")[1])
@@ -114,7 +114,7 @@ def test_a_model_of_the_hub_is_named_as_it_is_there_with_the_licence_of_its_card
     assert "[org/model](https://huggingface.co/org/model), trained with gdpo_nemo for 2 steps" in text
 
 
-def test_what_is_fetched_of_a_model_has_its_card_which_states_the_licence(monkeypatch, tmp_path):
+def test_fetched_model_includes_its_card_with_the_licence(monkeypatch, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     asked = []
 
@@ -141,7 +141,7 @@ def test_equal_runs_have_equal_cards_and_no_path_of_this_machine_is_in_them(expo
     assert str(tmp_path) not in text and "* Training prompts: `rows.jsonl`" in text
 
 
-def test_a_checkpoint_outside_of_its_run_has_a_card_of_what_is_known(exported, tmp_path):
+def test_checkpoint_outside_its_run_has_a_card_with_the_known_facts(exported, tmp_path):
     text = write_card(exported, str(base(tmp_path)), None, None, 7).read_text()
     assert "after 7 steps" in text and "## Rewards" not in text and "## Versions" in text
 

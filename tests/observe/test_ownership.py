@@ -70,7 +70,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_a_second_writer_is_refused_with_who_holds_the_folder_and_writes_nothing(other, tmp_path):
+def test_second_writer_is_refused_with_the_owner_and_writes_nothing(other, tmp_path):
     before = contents(tmp_path / "run")
     said = (
         f"run.dir: {tmp_path / 'run'} belongs to an active run .process {other.pid} on .*, since 20.*another run.name"
@@ -86,7 +86,7 @@ def test_a_second_writer_is_refused_with_who_holds_the_folder_and_writes_nothing
 
 
 @pytest.mark.slow
-def test_the_folder_of_a_killed_run_is_taken_over_at_once_and_said_so(other, tmp_path, monkeypatch):
+def test_folder_of_a_killed_run_is_taken_over_at_once_with_a_message(other, tmp_path, monkeypatch):
     other.send_signal(signal.SIGKILL)
     other.wait()
     monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waits"))
@@ -156,9 +156,7 @@ def test_owner_that_is_a_zombie_is_dead(other, tmp_path):
 
 
 @pytest.mark.parametrize("ahead_s", [3600, -3600])
-def test_owner_elsewhere_is_judged_by_its_renewals_after_the_clock_of_the_file_system_is_set(
-    tmp_path, monkeypatch, ahead_s
-):
+def test_renewals_of_a_remote_owner_count_after_the_clock_of_the_file_system_is_set(tmp_path, monkeypatch, ahead_s):
     monkeypatch.setattr(ownership, "_LOOK_S", 0.05)
     claim = far(tmp_path)
     stop = threading.Event()
@@ -315,14 +313,13 @@ def test_the_claim_is_renewed_while_the_owner_lives(tmp_path):
             time.sleep(0.01)
 
 
-def test_file_systems_without_hard_links_have_owners_too(tmp_path, monkeypatch):
+def test_file_systems_without_hard_links_also_have_owners(tmp_path, monkeypatch):
     def link(*_):
         raise OSError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", link)
-    with owned(tmp_path):
-        with pytest.raises(ConfigError, match="belongs to an active run"), owned(tmp_path):
-            pass
+    with owned(tmp_path), pytest.raises(ConfigError, match="belongs to an active run"), owned(tmp_path):
+        pass
 
 
 def test_a_folder_in_which_nothing_came_to_be_is_removed(tmp_path):

@@ -21,7 +21,7 @@ numbers = st.one_of(st.integers(-(2**53), 2**53), st.floats(), st.none())
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(st.dictionaries(st.text(min_size=1, max_size=8), numbers, max_size=4), max_size=4))
-def test_rows_read_back_exactly_without_what_is_not_finite(tmp_path_factory, rows):
+def test_rows_read_back_exactly_without_infinite_values(tmp_path_factory, rows):
     folder = tmp_path_factory.mktemp("run")
     rows = [{**row, "step": n} for n, row in enumerate(rows)]
     log = MetricsLog(folder)
@@ -58,7 +58,7 @@ def test_a_resumed_log_equals_one_that_was_never_torn(tmp_path, torn):
     assert read_metrics(tmp_path) == [*rows, {"step": 3, "loss": 0.3}]
 
 
-def test_a_broken_line_inside_is_not_passed_over(tmp_path):
+def test_broken_line_inside_is_an_error(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step"\n{"step": 3}\n')
     with pytest.raises(RunError, match="line 2"):
         read_metrics(tmp_path)
@@ -70,7 +70,7 @@ def test_a_folder_that_cannot_be_written_is_a_run_error(tmp_path):
         MetricsLog(tmp_path / "file")
 
 
-def test_a_full_disk_is_a_run_error_that_says_so(tmp_path):
+def test_full_disk_is_a_run_error_that_names_the_cause(tmp_path):
     log = MetricsLog(tmp_path)
     log._file = open("/dev/full", "w")
     with pytest.raises(RunError, match="No space left"):

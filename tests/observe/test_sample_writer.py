@@ -70,7 +70,7 @@ def waited_for(start, done: str) -> threading.Thread:
     return thread
 
 
-def test_steps_are_written_in_order_by_a_thread_of_their_own(writer, disk):
+def test_steps_are_written_in_order_by_a_separate_thread(writer, disk):
     writer.write(1, [])
     writer.write(2, [])
     assert disk.written == []
@@ -80,7 +80,7 @@ def test_steps_are_written_in_order_by_a_thread_of_their_own(writer, disk):
     assert disk.written == [1, 2, 3] and disk.threads == {"samples"}
 
 
-def test_a_run_faster_than_its_disk_waits_and_says_so_once(writer, disk, complaints, monkeypatch):
+def test_run_faster_than_its_disk_waits_and_reports_this_once(writer, disk, complaints, monkeypatch):
     monkeypatch.setattr(sample_writer, "_SLOW_S", 0.0)
     writer.write(1, [])
     writer.write(2, [])
@@ -163,7 +163,7 @@ def test_samples_that_a_checkpoint_counts_are_left_when_power_is_lost(config, ru
     disk.close()
 
 
-def test_as_many_groups_of_a_step_are_written_as_asked_for_with_what_belongs_to_them(config, run_dir):
+def test_requested_number_of_groups_is_written_with_all_their_fields(config, run_dir):
     config.rollout.save_groups = 2
     log = RunLog(config, run_dir)
     groups = demo_groups(1, prompts=3)

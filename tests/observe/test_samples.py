@@ -116,7 +116,7 @@ def test_missing_rewards_nan_and_0_are_three_things_in_the_file(tmp_path):
     assert read_rollouts(path)[0]["rewards"] == {"a": 0.0, "b": None, "c": None}
 
 
-def test_what_was_not_given_is_absent_from_a_record_and_null_in_the_file(tmp_path):
+def test_missing_value_is_absent_from_a_record_and_null_in_the_file(tmp_path):
     path = write_rollouts(tmp_path, 1, demo_groups())
     optional = {"advantage", "terms", "trainer_logprobs", "entropies", "extra"}
     assert not optional & read_rollouts(path)[0].keys()
@@ -198,7 +198,7 @@ def test_files_of_older_runs_have_the_same_columns(tmp_path):
     assert [{**record, "position": -1, "spans": []} for record in read_rollouts(old)] == read_rollouts(new)
 
 
-def test_the_first_rows_are_read_without_the_rest(tmp_path, monkeypatch):
+def test_first_rows_are_read_without_the_others(tmp_path, monkeypatch):
     monkeypatch.setattr(sample_files, "_TOKENS_AT_ONCE", 1)
     path = write_rollouts(tmp_path, 1, demo_groups(prompts=5))
     assert pq.ParquetFile(path).num_row_groups == 5
@@ -226,7 +226,7 @@ def test_a_damaged_file_is_a_value_error_of_one_line(tmp_path, content):
         assert "\n" not in str(error.value)
 
 
-def test_another_parquet_file_is_no_file_of_rollouts(tmp_path):
+def test_other_parquet_file_is_not_a_file_of_rollouts(tmp_path):
     pq.write_table(pa.table({"a": [1]}), tmp_path / "step_0001.parquet")
     with pytest.raises(ValueError, match="no column prompt_id"):
         read_rollouts(tmp_path / "step_0001.parquet")

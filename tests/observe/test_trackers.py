@@ -71,7 +71,7 @@ def mlflow_run(run_dir):
 
 
 @pytest.mark.slow
-def test_mlflow_holds_every_value_at_its_step_and_goes_on_after_a_resume(config, tmp_path):
+def test_mlflow_has_every_value_at_its_step_and_continues_after_a_resume(config, tmp_path):
     config.logger.mlflow.enabled = True
     write(config, tmp_path, ROWS[:2], status="stopped")
     assert mlflow_run(tmp_path)[1].info.status == "KILLED"
@@ -142,7 +142,7 @@ def test_wandb_writes_an_offline_run_with_every_row(offline, tmp_path):
 
 
 @pytest.mark.slow
-def test_wandb_takes_the_trainers_step_as_axis_whatever_the_validation_period(offline, tmp_path):
+def test_wandb_uses_the_trainers_step_as_axis_for_all_validation_periods(offline, tmp_path):
     curves = []
     axes = []
     for name, validations in (("often", [(1, 1), (2, 2), (3, 3)]), ("late", [(3, 1)]), ("never", [])):
@@ -167,7 +167,7 @@ def test_mlflow_has_a_validation_at_its_own_step_when_it_ends_later(config, tmp_
 
 
 @pytest.mark.slow
-def test_wandb_is_given_config_tags_entity_and_goes_on_under_the_id(offline, tmp_path, monkeypatch):
+def test_wandb_gets_config_tags_and_entity_and_continues_under_the_id(offline, tmp_path, monkeypatch):
     monkeypatch.setenv("GDPO_SECRET", "hunter2-hunter2")
     config = load_config(None, ["env.judge.key=${oc.env:GDPO_SECRET}", "gdpo.rewards={format: 2.0}"])
     config.logger = offline.logger
@@ -206,7 +206,7 @@ def test_mlflow_is_given_the_config_as_parameters_and_tags(config, tmp_path, mon
 
 
 @pytest.mark.slow
-def test_a_tracker_goes_on_in_the_run_that_the_config_names(config, tmp_path):
+def test_tracker_continues_the_run_that_the_config_names(config, tmp_path):
     config.logger.mlflow.enabled = True
     config.logger.mlflow.tracking_uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     write(config, tmp_path / "first", ROWS[:2])
@@ -256,7 +256,7 @@ def tensorboard_texts(run_dir, tag):
     return [(event.step, event.tensor_proto.string_val[0].decode()) for event in events.Tensors(tag)]
 
 
-def test_tensorboard_has_the_config_as_text_and_what_is_not_default_as_hparams(config, tmp_path):
+def test_tensorboard_has_the_config_as_text_and_changed_keys_as_hparams(config, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams.api_pb2 import Status
     from tensorboard.plugins.hparams.metadata import (
@@ -292,7 +292,7 @@ def test_aliases_are_written_beside_our_names_with_the_same_values(config, tmp_p
     assert "train/loss" not in (tmp_path / "metrics.jsonl").read_text()
 
 
-def test_an_alias_stands_for_a_metric_that_exists_and_for_one_only():
+def test_alias_names_exactly_one_existing_metric():
     for program, table in ALIASES.items():
         assert len(set(table.values())) == len(table), program
         assert all(find_metric(key) for key in table)
@@ -343,7 +343,7 @@ def listens(host: str, port: int) -> bool:
 
 
 @pytest.mark.parametrize("host", [None, "127.0.0.2"])
-def test_prometheus_listens_at_loopback_unless_told_otherwise(config, tmp_path, host):
+def test_prometheus_listens_on_loopback_by_default(config, tmp_path, host):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -112,7 +112,7 @@ def test_ranks_hold_the_whole_model_and_nothing_but_its_copies(name):
     assert 0 <= copies < 2e-3 * parameters(shape)
 
 
-def test_memory_shrinks_with_what_shards_it():
+def test_memory_shrinks_with_sharding():
     shape = describe(KNOWN["Qwen/Qwen2.5-7B"])
     plain = config_of(
         "policy.megatron_cfg.use_distributed_optimizer=false", "policy.megatron_cfg.overlap_param_gather=false"
@@ -224,7 +224,7 @@ def test_the_smallest_change_makes_it_fit_and_less_would_not():
     )
 
 
-def test_the_best_split_is_no_slower_than_any_other():
+def test_best_split_is_at_least_as_fast_as_any_other():
     config = config_of()
     rates = Rates()
     gpu = device("h200")
@@ -364,7 +364,7 @@ def test_a_sweep_ranks_layouts_that_fit_up_to_1024_gpus():
     assert all(c.tensor * c.pipeline * c.data + c.engines * c.engine_tensor == c.gpus for c in found)
 
 
-def test_the_command_prints_the_plan_draws_the_sweep_and_refuses_in_one_line(tmp_path, capsys):
+def test_command_prints_the_plan_plots_the_sweep_and_refuses_in_one_line(tmp_path, capsys):
     assert cli.main(["plan", "--config", str(GPU_CONFIG), "--gpu", "b200", *SEPARATE]) == 0
     shown = capsys.readouterr().out
     for subject in (
@@ -445,7 +445,7 @@ def test_a_dry_run_shows_arithmetic_and_memory(capsys):
         (["policy.generation.engines=500", "cluster.address=auto"], []),
     ],
 )
-def test_the_dry_run_names_what_the_machine_cannot_hold(overrides, notes, capsys, monkeypatch):
+def test_dry_run_reports_memory_beyond_that_of_the_machine(overrides, notes, capsys, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("gdpo_nemo.planning.fit.host", lambda: replace(host(), memory=16e9))
     sizes = ["cluster.cpus_per_node=2", *overrides]
@@ -493,7 +493,7 @@ def test_dry_run_bounds_the_calls_of_judges(environment, overrides, said, tmp_pa
     assert said in dict(dry_run_lines(resolve(config)))["judge"]
 
 
-def test_prompts_that_are_computed_once_are_planned_by_what_is_laid_out():
+def test_shared_prompts_are_planned_by_their_rows():
     """Tokens and pairs of the layout that the driver makes of samples of the expected lengths."""
     overrides = ["gdpo.num_prompts_per_step=4", "gdpo.num_generations_per_prompt=8", "policy.micro_batch_tokens=300"]
     config = load_config(CPU_CONFIG, [*overrides, "policy.max_total_sequence_length=300"])
@@ -526,7 +526,7 @@ def test_auto_does_not_share_prompts_of_recurrent_layers_on_gpus(tmp_path):
     assert saved[0] == 0 < saved[1]
 
 
-def test_the_plan_says_what_sharing_prompts_saves_and_counts_on_it_where_it_is_on():
+def test_plan_reports_the_saving_of_shared_prompts_and_includes_it_if_enabled():
     ways = [[f"policy.share_prompts={way}", "policy.micro_batch_tokens=100000"] for way in ("auto", "false")]
     on, off = (load_config(CPU_CONFIG, way) for way in ways)
     shape = model_shape(resolve(on))

@@ -58,7 +58,7 @@ def test_a_steps_file_with_the_samplers_experts_has_the_announced_bytes_within_a
     assert announced > 20 * recorded_bytes(resolve(load_config(None, [*sizes, *model])), 400)
 
 
-def test_the_dry_run_says_how_many_samples_are_written_and_their_bytes_at_most():
+def test_dry_run_reports_the_number_of_written_samples_and_their_largest_size():
     def said(*overrides: str) -> str | None:
         limits = [
             "gdpo.max_num_steps=10",

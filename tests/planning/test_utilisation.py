@@ -55,7 +55,7 @@ NOTED = replace(device("h200"), compute=990e12, bandwidth=4.3e12 / BANDWIDTH_SHA
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_activations_on_gpus_are_three_mlp_widths_and_what_fused_attention_keeps(size):
+def test_activations_on_gpus_are_three_mlp_widths_and_those_of_fused_attention(size):
     hidden, layers, query, key_value, ffn, _ = SIZES[size]
     tokens = 8192
     memory = policy_memory(resolve(config_of(size)), shape_of(size), tokens)
@@ -75,7 +75,7 @@ def test_a_fourth_mlp_width_would_be_8_7_gb_at_7b_and_no_gpu_layer_keeps_it():
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_pinned_host_memory_is_what_is_off_loaded_and_the_reference(size):
+def test_pinned_host_memory_contains_offloaded_tensors_and_the_reference(size):
     shape = shape_of(size)
     plain = config_of(size, "loss_fn.reference_policy_kl_penalty=0")
     assert host_memory(resolve(plain), shape) == 0
@@ -111,7 +111,7 @@ def test_an_optimizer_of_half_the_size_is_counted_and_suggested():
     assert (planned.gradients, planned.optimizer) == (less.gradients, less.optimizer)
 
 
-def test_host_memory_counts_sleeping_engines_and_weights_that_are_kept_for_restarts():
+def test_host_memory_counts_sleeping_engines_and_weights_for_restarts():
     shape = shape_of("1.5B")
     shared = ("cluster.placement=colocated", "policy.generation.engines=8", "loss_fn.reference_policy_kl_penalty=0")
     assert host_memory(resolve(config_of("1.5B", *shared)), shape) == 2 << 30
@@ -137,7 +137,7 @@ def test_a_reference_that_stays_on_the_gpu_is_counted_there():
     assert host_memory(resolve(config), shape) == 0
 
 
-def test_what_is_off_loaded_travels_at_the_link_to_the_host():
+def test_offloaded_tensors_travel_at_the_speed_of_the_link_to_the_host():
     shape = shape_of("7B")
     plain = config_of("7B", "loss_fn.reference_policy_kl_penalty=0")
     gpu = device("h100")
@@ -154,7 +154,7 @@ def test_what_is_off_loaded_travels_at_the_link_to_the_host():
 @pytest.mark.parametrize(
     "size, tokens, half_peak_s, logprobs_s", [("7B", 8192, 0.755, 0.046), ("1.5B", 16384, 0.306, 0.092)]
 )
-def test_a_micro_batch_takes_what_was_read_off_the_kernels(size, tokens, half_peak_s, logprobs_s):
+def test_micro_batch_takes_the_measured_memory_of_the_kernels(size, tokens, half_peak_s, logprobs_s):
     """Without attention and without the fused kernel, which the figures leave out."""
     shape = shape_of(size)
     batch = micro_batch(resolve(config_of(size, _CHUNKS)), shape, NOTED, tokens, length=1e-9)
@@ -278,7 +278,7 @@ def test_rotary_embedding_sequence_by_sequence_is_waited_for_at_small_models():
     assert more == pytest.approx(0.098, rel=0.02)
 
 
-def test_mfu_falls_with_the_size_and_stays_below_what_products_reach():
+def test_mfu_falls_with_the_size_and_stays_below_that_of_products():
     gpu = device("h100")
     found = {}
     for size in SIZES:
@@ -296,7 +296,7 @@ def test_mfu_falls_with_the_size_and_stays_below_what_products_reach():
     assert slower[0] < slower[1] < order[2]
 
 
-def test_the_plan_prints_mfu_and_host_memory_where_there_are_gpus():
+def test_plan_prints_mfu_and_host_memory_with_gpus():
     gpu = device("h100")
     lines = dict(
         plan_lines(resolve(config_of("7B", "policy.megatron_cfg.optimizer.offload=true")), shape_of("7B"), gpu, Rates())

@@ -10,8 +10,8 @@ from __future__ import annotations
 import random
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import make_tiny_model as tiny  # noqa: E402

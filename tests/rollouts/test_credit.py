@@ -74,7 +74,7 @@ def all_of(groups: list[Group]) -> list[Trajectory]:
 
 
 @pytest.mark.parametrize("outcome", [Outcome.ENV_FAILED, Outcome.ABORTED])
-def test_a_failed_trajectory_gets_nothing_and_changes_nobody_elses_advantage(outcome):
+def test_failed_trajectory_gets_nothing_and_changes_no_other_advantage(outcome):
     groups = two_groups()
     without = two_groups()
     del without[0].trajectories[1]
@@ -164,7 +164,7 @@ def test_the_same_prompt_twice_in_a_step_makes_two_groups():
 # -- shaping --------------------------------------------------------------------------------------------------------
 
 
-def test_length_conditioned_in_yaml_equals_the_environments_own():
+def test_length_conditioned_in_yaml_equals_that_of_the_environment():
     rule = "gdpo.shaping=[{component: length, condition: {on: correctness, ge: 3.0}}]"
     texts = ["<t></t><a>12345</a>", "<t>....</t><a>12345</a>", "<t></t><a>54321</a>", "12345"]
     shaped = []
@@ -257,7 +257,7 @@ def test_failed_trajectories_lend_a_group_no_signal():
     assert not has_signal(dead, config())
 
 
-def test_signal_is_judged_on_the_rewards_as_shaped():
+def test_signal_is_computed_from_shaped_rewards():
     wrong = group("a", {C: 0.0, "length": 1.0}, {C: 0.0, "length": 0.0})
     conditioned = config(
         "gdpo.rewards.length=1", "gdpo.shaping=[{component: length, condition: {on: correctness, ge: 1}}]"
@@ -267,7 +267,7 @@ def test_signal_is_judged_on_the_rewards_as_shaped():
     assert has_signal(group("a", {C: 0.0}, {C: 0.0}), made)
 
 
-def test_signal_may_be_judged_before_shaping():
+def test_signal_may_be_computed_before_shaping():
     """Two right answers, one of which hit the limit and loses its reward."""
     settings = config(
         "gdpo.shaping=[{component: correctness, truncated: {value: 0.0}}]", "gdpo.dynamic_sampling.enabled=true"

@@ -88,7 +88,7 @@ def test_turns_begin_with_the_exact_tokens_before_and_logprobs_are_megatrons(end
     assert [p for a in answers for p in a["generation_log_probs"]] == made.logprobs[made.loss_mask].tolist()
 
 
-def test_a_client_that_drops_the_token_fields_goes_on_from_them_all_the_same(endpoint):
+def test_client_that_drops_the_token_fields_still_continues_the_sampled_tokens(endpoint):
     """Found by what was said, in the session that a header names; /tokenize shows the prompt that a turn would get."""
     header = {"x-session-id": "s1"}
     messages, answers = converse(endpoint, 3, keep=without_fields, headers=header)
@@ -212,7 +212,7 @@ def test_tokens_that_were_not_sampled_here_are_refused_and_never_read_as_a_turn(
         ({"messages": [{"role": "user", "content": "x" * 400}]}, "context length"),
     ],
 )
-def test_what_would_be_sampled_otherwise_or_is_malformed_is_refused_with_a_sentence(endpoint, keys, message):
+def test_unsupported_or_malformed_settings_are_refused_with_a_sentence(endpoint, keys, message):
     keys = {"messages": [{"role": "user", "content": "begin"}], **keys}
     reply = httpx.post(endpoint.url + "/v1/chat/completions", json=keys, timeout=600)
     assert reply.status_code == 400 and message in reply.json()["message"]

@@ -414,7 +414,7 @@ def outlines(group) -> list:
 
 
 @pytest.mark.slow
-def test_groups_called_at_once_are_under_way_together_and_their_samples_differ(engines, port):
+def test_groups_called_at_once_are_in_flight_together_and_their_samples_differ(engines, port):
     runner = runner_of(engines, port, 1)
     try:
         engines.version = 7
@@ -434,7 +434,7 @@ def test_groups_called_at_once_are_under_way_together_and_their_samples_differ(e
         runner.close()
 
 
-def test_a_turn_that_was_asked_for_in_the_batch_before_is_not_kept_in_the_next(endpoint, engines):
+def test_turn_requested_in_an_earlier_batch_is_not_used_in_the_next(endpoint, engines):
     """Of the same tokens, the next batch would be given its log-probs and its version."""
     service = endpoint.service
     answers: list[httpx.Response] = []

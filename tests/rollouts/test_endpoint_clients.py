@@ -164,7 +164,7 @@ def test_messages_of_anthropic_are_the_same_conversation_streamed_or_not(roomy, 
     assert roomy.service.counts["spliced"] == 2 and roomy.service.counts["edited"] == 0
 
 
-def test_blocks_of_anthropic_are_the_message_that_was_said():
+def test_blocks_of_anthropic_become_the_original_message():
     function = {"name": "f", "arguments": '{"x": 1}'}
     said = {
         "role": "assistant",

@@ -133,7 +133,7 @@ def test_dropped_token_fields_are_restored_unless_the_client_edits_its_history(e
         ({"input": [{"role": "assistant", "content": "x", "prompt_token_ids": [1.5]}]}, "token ids"),
     ],
 )
-def test_what_would_be_sampled_otherwise_or_is_malformed_is_refused_with_a_sentence(endpoint, keys, message):
+def test_unsupported_or_malformed_settings_are_refused_with_a_sentence(endpoint, keys, message):
     reply = httpx.post(f"{endpoint.url}/v1/responses", json={"input": "begin", **keys}, timeout=600)
     assert reply.status_code == 400 and message in reply.json()["message"], reply.text
     assert endpoint.service.counts["turns"] == 0
@@ -181,7 +181,7 @@ def test_settings_that_change_nothing_are_taken_and_instructions_come_first(endp
         ("an <think>open", (), ["message"]),
     ],
 )
-def test_what_was_said_is_the_same_words_when_its_items_come_back(content, calls, kinds):
+def test_returned_items_become_the_original_messages(content, calls, kinds):
     """With and without the token fields; else an unchanged history would count as edited."""
     made = [{"id": f"call_{n}", "type": "function", "function": {"name": n, "arguments": '{"n": 1}'}} for n in calls]
     message = {"role": "assistant", "content": content, **({"tool_calls": made} if made else {})}

@@ -77,7 +77,7 @@ def test_calls_of_several_threads_have_a_context_each_and_give_the_same(engines)
         ("leaves", "leaves raised ExitRaised: SystemExit: it calls os._exit.0."),
     ],
 )
-def test_what_breaks_the_contract_stops_the_run_with_a_sentence(engines, function, fault):
+def test_violation_of_the_contract_stops_the_run_with_a_sentence(engines, function, fault):
     with pytest.raises(RunError, match=fault):
         called(engines, function)
 

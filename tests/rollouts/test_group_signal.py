@@ -115,7 +115,7 @@ def test_a_group_has_signal_if_and_only_if_the_estimator_gives_it_an_advantage(h
 @pytest.mark.parametrize(
     "overrides, kept", [([], False), ([VERL], True), ([RAW], True), (["gdpo.estimator=reinforce_plus_plus"], False)]
 )
-def test_a_group_of_one_member_has_signal_only_where_its_raw_reward_is_one(overrides, kept):
+def test_group_of_one_sample_has_signal_only_if_its_raw_reward_is_one(overrides, kept):
     one = group(0, 0, [R])
     assert has_signal(one, config(*overrides)) is kept
     plain = config("gdpo.estimator=reinforce_plus_plus", AGAINST_THE_BATCH)

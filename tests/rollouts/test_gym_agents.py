@@ -226,7 +226,7 @@ def outline(t) -> tuple:
     return t.completion_ids.tolist(), t.loss_mask.tolist(), rewards, t.turns, t.finish_reason, t.outcome.value
 
 
-def test_a_prompt_without_room_is_masked_and_other_agents_go_on(stage, endpoint, agents):
+def test_prompt_without_room_is_masked_and_other_agents_continue(stage, endpoint, agents):
     """Rows of example_multi_step are longer than this budget."""
     environment = NemoGymAgent({"agents": agents, "retries": 0})
     prompts = [*prompts_of(environment, SERVERS[1], 1), *prompts_of(environment, SERVERS[0], 1)]

@@ -21,7 +21,7 @@ def verdicts(endpoint, **arguments):
     return environment.verify([trajectory(answer, prompt_id=f"p{i}") for i, answer in enumerate(ANSWERS)])
 
 
-def test_what_a_model_writes_is_a_score_where_it_holds_one_and_else_a_typed_failure(resting_endpoint, monkeypatch):
+def test_model_output_is_a_score_or_a_typed_failure(resting_endpoint, monkeypatch):
     service = resting_endpoint.service
     wrote = []
     service.budgets = Budgets(1, 80, 2000)

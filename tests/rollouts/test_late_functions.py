@@ -71,7 +71,7 @@ def test_a_function_that_hangs_costs_its_own_group_which_is_dropped(world, funct
     assert isinstance(own.refused[0], RunError) and "the call was abandoned" in str(own.refused[0])
 
 
-def test_draws_of_a_call_that_is_late_end_and_make_room(world, function):
+def test_samples_of_a_late_call_end_and_make_room(world, function):
     script = Script(lambda engine, request: 600.0 if int(request.prompt_ids[0]) == 0 else 0.0)
     w = world(*options(function, 1), "policy.generation.vllm_cfg.max_num_seqs=2", script=script)
     rollout = w.train()

@@ -142,13 +142,13 @@ def test_a_position_trained_before_a_kill_is_not_admitted_again_when_all_before_
     assert ledger.admit(3, most=2) == [6, 7]
 
 
-def test_a_second_checkpoint_knows_what_was_trained_before_the_first_resume():
+def test_second_checkpoint_contains_the_prompts_trained_before_the_first_resume():
     ledger = Ledger(1, admission_bound(1, 3, 2), 2, LedgerState(0, [1]))
     assert ledger.admit(0) == [0, 2, 3]
     assert ledger.state() == LedgerState(0, [1])
 
 
-def test_what_was_dropped_before_a_checkpoint_is_accounted_for_by_the_step_after_it():
+def test_prompts_dropped_before_a_checkpoint_are_counted_by_the_step_after_it():
     ledger = Ledger(1, admission_bound(1, 3, 2), 2)
     ledger.admit(0)
     ledger.drop(0, "timeout")
@@ -159,7 +159,7 @@ def test_what_was_dropped_before_a_checkpoint_is_accounted_for_by_the_step_after
     assert resumed.take_dropped() == [(0, "timeout")] and resumed.take_dropped() == []
 
 
-def test_what_is_dropped_while_a_batch_trains_is_accounted_for_by_the_next():
+def test_prompts_dropped_while_a_batch_trains_are_counted_by_the_next():
     ledger = Ledger(1, admission_bound(1, 3, 2), 2)
     ledger.admit(0)
     ready(ledger, 0)
@@ -176,7 +176,7 @@ def test_each_update_that_engines_should_have_had_takes_a_step_from_the_bound(la
     assert len(ledger.admit(published)) == room
 
 
-def test_a_checkpoint_without_a_ledger_goes_on_from_its_position():
+def test_checkpoint_without_a_ledger_resumes_from_its_prompt_index():
     assert LedgerState.of({}, 48) == LedgerState(48)
 
 

@@ -38,7 +38,7 @@ def test_duplicates_are_samples_of_one_prompt_with_the_same_tokens():
     assert rollout_metrics([sample(), replace(sample(), prompt=other)], version=0)["rollout/duplicates"] == 0
 
 
-def test_a_trajectory_carries_version_log_probs_and_end_of_its_own_completion():
+def test_trajectory_has_version_log_probs_and_end_of_its_completion():
     ends = ["stop", "length", "stop", "length"]
     completions = [
         Completion(np.full(2, i, np.int32), np.full(2, -i, np.float32), ends[i], ((7, 1), (8, 1))) for i in range(4)
@@ -96,7 +96,7 @@ def test_validation_is_the_mean_over_the_samples_that_have_a_component():
     }
 
 
-def test_validation_has_the_unbiased_pass_at_k_of_every_component_where_it_is_asked_for():
+def test_validation_has_the_unbiased_pass_at_k_of_every_component_on_request():
     groups = [
         Group(sample().prompt, [sample(rewards={"a": value, "b": value}) for value in values])
         for values in ([1.0, 0.0, 0.0], [0.0, 0.0, 0.0])
@@ -136,7 +136,7 @@ def test_a_completion_as_long_as_the_answer_behind_an_anchor_is_whole():
     assert [t.outcome for t in samples] == [Outcome.OK, Outcome.ENV_FAILED]
 
 
-def test_seeds_differ_by_run_place_side_sample_and_turn_and_stay_what_they_were():
+def test_seeds_differ_by_run_place_side_sample_and_turn_and_are_stable():
     places = [(r, p, s, t) for r in (0, 1) for p in (-2, -1, 0, 1, 2) for s in (0, 1) for t in (0, 1)]
     seeds = [sample_seed(*place) for place in places]
     assert len(set(seeds)) == len(places) and all(0 <= seed < 2**31 for seed in seeds)

@@ -118,7 +118,7 @@ def test_a_request_for_an_engine_that_dies_meanwhile_does_not_reach_a_replacemen
     assert fleet.script.now(0).batches == []
 
 
-def test_what_an_engine_refused_before_it_died_fails_no_request_of_its_replacement(fleet_of):
+def test_refusals_of_a_dead_engine_fail_no_request_of_its_replacement(fleet_of):
     fleet = fleet_of(delay=lambda engine, request: 0.0)
     fleet.publish(0)
     engine = fleet.script.now(0)
@@ -161,7 +161,7 @@ def test_a_replacement_has_room_though_the_engine_before_it_was_full(fleet_of):
     assert client_wanted.result(LIMIT_S)[0].version == 0 and placed.result(LIMIT_S) == [0]
 
 
-def test_a_group_gets_room_as_soon_as_an_engine_says_that_it_has_some_again(fleet_of):
+def test_group_is_admitted_as_soon_as_an_engine_reports_room(fleet_of):
     """Nothing finishes in between: the requests that filled it were given up."""
     fleet = fleet_of()
     fleet.publish(0)

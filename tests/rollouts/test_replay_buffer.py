@@ -65,13 +65,13 @@ def test_the_age_of_a_group_is_that_of_its_oldest_trained_token():
 
 
 @pytest.mark.parametrize(("version", "drawn"), [(8, [0]), (9, [])])
-def test_a_group_is_drawn_up_to_its_largest_age_and_not_after(version, drawn):
+def test_group_is_reused_up_to_its_largest_age_and_not_after(version, drawn):
     buffer = ReplayBuffer(reuse=2, max_age=3, seed=0)
     buffer.add(6, [group(0, 5)])
     assert [found.position for found in buffer.draw(1, version)] == drawn
 
 
-def test_draws_depend_on_seed_and_step_and_not_on_the_order_of_arrival():
+def test_reused_groups_depend_on_seed_and_step_and_not_on_the_order_of_arrival():
     orders = [trained_in(4), trained_in(4)[::-1]]
     first, second = (ReplayBuffer(reuse=1, max_age=8, seed=3) for _ in orders)
     for buffer, groups in zip((first, second), orders):
@@ -87,7 +87,7 @@ def test_draws_depend_on_seed_and_step_and_not_on_the_order_of_arrival():
 
 
 @pytest.mark.parametrize("saved_after", [1, 5, 12])
-def test_a_resumed_buffer_draws_what_an_undisturbed_one_does(saved_after):
+def test_resumed_buffer_equals_an_uninterrupted_one(saved_after):
     undisturbed = run(ReplayBuffer(reuse=2, max_age=4, seed=1), range(1, 25))
     before = ReplayBuffer(reuse=2, max_age=4, seed=1)
     drawn = run(before, range(1, saved_after + 1))
@@ -111,7 +111,7 @@ def test_a_group_that_cannot_be_read_back_ends_the_resume_with_its_place():
         ReplayBuffer(1, 4, 0).restore(buffer.state(), lambda *_: [g for g in trained_in(3) if g.position != 13])
 
 
-def test_the_newest_groups_stay_where_there_is_no_room_for_all():
+def test_newest_groups_stay_if_the_buffer_is_full():
     buffer = ReplayBuffer(reuse=1, max_age=50, seed=0, size=6)
     for step in (1, 2, 3):
         buffer.add(step, trained_in(step))
@@ -119,7 +119,7 @@ def test_the_newest_groups_stay_where_there_is_no_room_for_all():
     assert [position for _, position, _ in buffer.state()] == [10, 11, 12, 13, 14, 15]
 
 
-def test_groups_that_train_nothing_are_not_kept_and_none_is_kept_twice():
+def test_groups_that_train_nothing_are_not_stored_and_none_is_stored_twice():
     buffer = ReplayBuffer(reuse=1, max_age=4, seed=0)
     buffer.add(1, [group(0, 0, outcome=Outcome.ENV_FAILED), group(1, 0)])
     assert len(buffer) == 1

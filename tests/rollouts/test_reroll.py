@@ -102,7 +102,7 @@ def test_a_prompt_comes_again_after_as_many_steps_as_asked_and_not_before():
 
 
 @pytest.mark.parametrize("stop", [1, 7, 20])
-def test_a_resumed_synchronous_run_deals_what_an_undisturbed_one_does(stop):
+def test_resumed_synchronous_run_samples_the_prompts_of_an_uninterrupted_one(stop):
     whole = Run(after=2, most=2, ahead=0)
     for _ in range(40):
         whole.train_step()
@@ -137,7 +137,7 @@ def test_without_re_rolls_a_position_is_the_place_of_its_prompt():
     assert run.deal.positions(1000, 30) == 1000
 
 
-def test_a_checkpoint_of_before_re_rolls_goes_on_at_its_position():
+def test_checkpoint_from_before_re_rolls_resumes_at_its_prompt_index():
     deal = PromptDeal(1, 1, DealState.of({}, 48))
     assert [deal.deal(position, 3) for position in (48, 49)] == [48, 49]
 

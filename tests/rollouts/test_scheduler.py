@@ -22,7 +22,7 @@ def test_a_synchronous_step_is_submitted_at_once_in_order_with_its_own_seeds(wor
 
 
 @pytest.mark.parametrize("engines, each", [(2, [4, 2]), (3, [2, 2, 2])])
-def test_with_several_engines_a_groups_engine_follows_from_its_place_alone(world, engines, each):
+def test_engine_of_a_group_follows_from_its_prompt_index_only(world, engines, each):
     rng = random.Random(0)
     found = []
     for _ in range(2):
@@ -63,7 +63,7 @@ def test_dead_groups_are_replaced_by_the_next_prompts_until_there_are_enough(wor
     assert places(w.train()) == [6, 7, 8]
 
 
-def test_a_round_of_a_multiple_is_drawn_whole_and_what_is_not_needed_is_discarded(world):
+def test_round_of_a_multiple_is_sampled_whole_and_surplus_groups_are_discarded(world):
     """Rounds of four for three groups: 0 to 3 have two with signal, 4 to 7 four of which one is kept."""
     w = world("gdpo.dynamic_sampling={enabled: true, batch_multiplier: 1.5}", dead={0, 2}, limit=12)
     rollout = w.train()
@@ -100,7 +100,7 @@ def test_dead_groups_are_replaced_by_no_prompt_past_the_limit(world):
     assert (rollout.rounds, rollout.dropped_groups, rollout.next_position) == (2, 2, 5)
 
 
-def test_validation_draws_the_same_samples_each_time_and_none_of_trainings(world):
+def test_validation_has_the_same_samples_each_time_and_none_of_training(world):
     changes = ("gdpo.val_temperature=0.5", "gdpo.val_top_p=0.9", "gdpo.val_top_k=7")
     w = world(*changes, "gdpo.val_generations_per_prompt=3")
     for _ in range(2):
@@ -115,7 +115,7 @@ def test_validation_draws_the_same_samples_each_time_and_none_of_trainings(world
     assert w.script.engines[-1].samplings[-1].top_p == 1
 
 
-def test_who_watches_a_step_sees_its_samples_and_verdicts_as_they_come(world):
+def test_watcher_of_a_step_gets_its_samples_and_verdicts_as_they_arrive(world):
     w = world()
     w.hanging = {1}
     w.scheduler.schedule(0)
@@ -139,7 +139,7 @@ def test_each_group_travels_with_the_updates_done_before_it_is_trained(world, st
     assert {t.trainer_state for group in groups for t in group.trajectories} == {TrainerState(10, 10, 15 / len(w))}
 
 
-def test_what_the_environments_recovered_from_is_counted_in_its_batch_and_told_once(world):
+def test_recoveries_of_environments_are_counted_in_their_batch_and_reported_once(world):
     w = world()
     assert w.train().measured["environments/recovered"] == 0 and w.scheduler.take_events() == []
     w.recoveries.update({"a worker was replaced": 2, "a verification was repeated": 1})

@@ -31,7 +31,7 @@ def test_groups_are_admitted_as_far_ahead_as_the_bound_allows_and_no_further(wor
 
 
 @pytest.mark.parametrize("kv", ["drain", "recompute", "keep"])
-def test_no_trained_token_is_older_than_the_bound_whatever_the_delays(world, kv):
+def test_no_trained_token_is_older_than_the_bound_for_all_delays(world, kv):
     rng = random.Random(7)
     script = Script(lambda engine, request: rng.random() ** 4 / 8)
     w = world("rollout.max_staleness=2", "rollout.window=3", "policy.generation.engines=2", "gdpo.max_num_steps=25",
@@ -43,7 +43,7 @@ def test_no_trained_token_is_older_than_the_bound_whatever_the_delays(world, kv)
         ages += [step - version for t in rollout.trajectories for version, _ in t.spans]
         seen += [group.position for group in rollout.groups]
         assert all(sum(tokens for _, tokens in t.spans) == len(t.completion_ids) for t in rollout.trajectories)
-    assert 0 <= min(ages) and max(ages) <= 2 and 0 < np.mean(ages)
+    assert min(ages) >= 0 and max(ages) <= 2 and np.mean(ages) > 0
     assert sorted(seen) == list(range(75))
 
 
@@ -95,7 +95,7 @@ def test_a_group_with_too_few_samples_in_time_is_dropped_and_replaced(world, sta
     assert places(rollout) == [0, 2, 3] and rollout.dropped == [(1, LATE)] and rollout.next_position == 4
 
 
-def test_groups_without_signal_are_dropped_one_by_one_ahead_of_the_trainer(world):
+def test_groups_without_signal_are_dropped_individually_ahead_of_the_trainer(world):
     w = world("rollout.max_staleness=1", "gdpo.dynamic_sampling.enabled=true", "gdpo.max_num_steps=3", dead={1, 4})
     found = [w.train() for _ in range(2)]
     assert [places(rollout) for rollout in found] == [[0, 2, 3], [5, 6, 7]]
@@ -103,7 +103,7 @@ def test_groups_without_signal_are_dropped_one_by_one_ahead_of_the_trainer(world
     assert found[1].next_position == 8
 
 
-def test_a_prompt_without_signal_is_drawn_again_at_a_new_position(world):
+def test_prompt_without_signal_is_sampled_again_at_a_new_prompt_index(world):
     w = world("rollout.max_staleness=1", "gdpo.dynamic_sampling={enabled: true, reroll_after: 1}", "rollout.depth=3",
               "gdpo.max_num_steps=4", dead={1})  # fmt: skip
     first = w.train()
@@ -153,7 +153,7 @@ def test_the_end_of_the_data_ends_the_run_where_drops_have_used_prompts_up(world
     assert w.scheduler.get_batch(1) is None
 
 
-def test_two_passes_over_the_data_in_one_batch_are_told_apart(world):
+def test_two_epochs_in_one_batch_have_separate_ids(world):
     w = world("rollout.max_staleness=1")
     w.prompt = lambda place: Prompt(str(place % 2), np.array([place], np.int32), "", "digit_sort", {"digits": "1"})
     found = [w.train(), w.train()]
@@ -164,7 +164,7 @@ def test_two_passes_over_the_data_in_one_batch_are_told_apart(world):
     assert all(t.prompt.id == group.prompt.id for r in found for group in r.groups for t in group.trajectories)
 
 
-def test_groups_of_earlier_steps_are_used_again_and_a_resumed_run_draws_the_same(world, monkeypatch):
+def test_groups_of_earlier_steps_are_reused_and_a_resumed_run_reuses_the_same(world, monkeypatch):
     options = ("rollout.max_staleness=1", "rollout.replay_buffer={groups: 1, reuse: 2, max_age: 4}",
                "gdpo.max_num_steps=9")  # fmt: skip
     w = world(*options)

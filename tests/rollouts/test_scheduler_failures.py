@@ -13,7 +13,7 @@ from gdpo_nemo.rollouts.batches import sample_seed
 from gdpo_nemo.utils.errors import RunError
 
 
-def test_killing_one_of_two_engines_draws_its_samples_again_and_no_others(world):
+def test_samples_of_a_killed_engine_are_sampled_again_and_no_others(world):
     slow = threading.Event()
     script = Script(lambda engine, request: 0.0 if slow.is_set() else 60.0)
     w = world("rollout.max_staleness=1", "rollout.depth=6", "policy.generation.engines=2", script=script)
@@ -28,7 +28,7 @@ def test_killing_one_of_two_engines_draws_its_samples_again_and_no_others(world)
     assert any("engine 0" in line for line in w.fleet.take_events())
 
 
-def test_a_synchronous_steps_samples_are_drawn_again_beside_the_same_ones(world):
+def test_samples_of_a_synchronous_step_are_sampled_again_unchanged(world):
     """So that the composition of the engine's batch, and with it the last digits, are those of an undisturbed step."""
     first = sample_seed(0, 0, 0)
     script = Script(lambda engine, request: 0.0 if request.seed == first or len(script.engines) > 1 else 60.0)
@@ -50,7 +50,7 @@ def test_a_replacement_is_given_the_newest_weights_before_it_samples(world):
     assert {version for t in rollout.trajectories for version, _ in t.spans} <= {0, 1}
 
 
-def test_an_engine_that_keeps_dying_is_given_up_and_the_others_go_on(world):
+def test_engine_that_keeps_dying_is_given_up_and_the_others_continue(world):
     w = world("rollout.max_staleness=1", "policy.generation.engines=2", "gdpo.max_num_steps=9")
     w.script.stillborn = {1}
     w.script.now(1).dead = True
@@ -60,7 +60,7 @@ def test_an_engine_that_keeps_dying_is_given_up_and_the_others_go_on(world):
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_run_without_any_engine_left_ends_at_once_and_says_why(world, staleness):
+def test_run_without_any_engine_left_ends_at_once_with_the_reason(world, staleness):
     w = world(f"rollout.max_staleness={staleness}", "policy.generation.engines=2", script=Script(lambda *_: 600.0))
     w.scheduler.schedule(0)
     w.script.stillborn = {0, 1}
@@ -70,7 +70,7 @@ def test_a_run_without_any_engine_left_ends_at_once_and_says_why(world, stalenes
         w.scheduler.get_batch(0)
 
 
-def test_a_node_with_engines_alone_may_be_lost_and_come_back(world, monkeypatch):
+def test_node_with_only_engines_may_be_lost_and_return(world, monkeypatch):
     monkeypatch.setattr(clients, "_NODE_POLL_S", 0.05)
     w = world("rollout.max_staleness=1", "policy.generation.engines=2", "gdpo.max_num_steps=9")
     monkeypatch.setattr(w.fleet, "lost_node", lambda client: "10.0.0.2")
@@ -100,7 +100,7 @@ def test_a_run_ends_when_the_node_of_its_last_engine_is_lost(world, monkeypatch)
     w.script.unplaced = set()
 
 
-def test_what_a_verifier_raises_ends_the_run_and_not_the_scheduler_alone(world):
+def test_exception_of_a_verifier_ends_the_run_and_not_only_the_scheduler(world):
     w = world("rollout.max_staleness=1")
 
     def broken(trajectories):

@@ -42,7 +42,7 @@ def wait_until(holds) -> None:
         time.sleep(0.005)
 
 
-def test_whoever_follows_a_completion_hears_of_it_before_it_is_done(fleet):
+def test_follower_of_a_completion_gets_tokens_before_its_end(fleet):
     fleet.script.seconds = 3600
     heard: list[list[int]] = []
     answer = followed(fleet, heard)
@@ -53,7 +53,7 @@ def test_whoever_follows_a_completion_hears_of_it_before_it_is_done(fleet):
     assert next(filter(None, heard)) == answer.result(60).token_ids[:1].tolist()
 
 
-def test_a_completion_that_nobody_follows_any_more_is_dropped_by_the_engine(fleet):
+def test_completion_without_followers_is_dropped_by_the_engine(fleet):
     fleet.script.seconds = 3600
     heard: list[list[int]] = []
     answer = followed(fleet, heard)
@@ -65,7 +65,7 @@ def test_a_completion_that_nobody_follows_any_more_is_dropped_by_the_engine(flee
     assert not fleet.clients[0].pending
 
 
-def test_a_completion_is_drawn_again_where_its_engine_dies_under_it(fleet):
+def test_completion_is_sampled_again_if_its_engine_dies(fleet):
     fleet.script.seconds = 3600
     heard: list[list[int]] = []
     answer = followed(fleet, heard)

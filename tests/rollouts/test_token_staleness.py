@@ -78,7 +78,7 @@ def test_the_example_correction_halves_the_weight_of_old_tokens():
     torch.testing.assert_close(gradient, -0.25 * weights)
 
 
-def test_without_ages_a_function_of_ones_own_is_told_that_all_are_0():
+def test_custom_function_gets_ages_of_0_without_ages():
     settings = LossSettings(off_policy=OffPolicySettings(mode=BY_AGE))
     functions = load_functions("loss_fn", loss_import_paths(settings))
     logprobs = torch.full((3,), -1.0, requires_grad=True)

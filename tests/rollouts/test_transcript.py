@@ -38,7 +38,7 @@ def test_spans_of_one_version_that_follow_each_other_are_one_across_turns():
     assert t.spans == ((3, 1), (4, 3), (5, 2)) and t.version == 3
 
 
-def test_a_version_given_beside_a_completion_counts_where_that_has_none():
+def test_separate_version_applies_to_a_completion_without_versions():
     t = begun()
     t.append_policy_tokens(completion(3, 4), 6)
     t.append_policy_tokens(completion(5, spans=((8, 1),)), 2)

@@ -70,7 +70,7 @@ def prompt(say: str) -> Prompt:
 
 
 @pytest.mark.slow
-def test_one_turn_keeps_drawn_tokens_and_gives_its_columns_to_the_rewards(engines, server):
+def test_one_turn_keeps_sampled_tokens_and_passes_its_columns_to_the_rewards(engines, server):
     groups = called(engines, "one_turn")
     samples = [t for group in groups for t in group]
     assert [(t.prompt.id, t.sample_index) for t in samples] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
@@ -86,7 +86,7 @@ def test_one_turn_keeps_drawn_tokens_and_gives_its_columns_to_the_rewards(engine
     assert server.requests == ["/reset"] + ["/step"] * 4
 
 
-def test_several_turns_are_trained_where_they_were_drawn(engines, server):
+def test_several_turns_are_trained_at_the_sampled_tokens(engines, server):
     groups = called(engines, "several_turns")
     for t in (t for group in groups for t in group):
         assert t.trains and t.turns == 3
@@ -103,7 +103,7 @@ def test_equal_calls_give_equal_samples_and_no_seed_comes_twice(engines, server)
     assert len(set(seeds)) == len(seeds) / 2 == 12
 
 
-def test_shorter_limits_and_cuts_are_taken_and_text_is_a_prompt_too(engines):
+def test_shorter_limits_cuts_and_text_prompts_are_accepted(engines):
     for function in ("limited", "shortened"):
         for t in (t for group in called(engines, function) for t in group):
             assert t.trains and 0 < len(t.completion_ids) <= 2 and t.spans == ((4, len(t.completion_ids)),)
@@ -112,7 +112,7 @@ def test_shorter_limits_and_cuts_are_taken_and_text_is_a_prompt_too(engines):
 
 
 @pytest.mark.parametrize("function, place", [("restarts", 0), ("invents", 0)])
-def test_tokens_that_were_not_drawn_where_they_stand_are_never_trained(engines, function, place):
+def test_tokens_that_were_not_sampled_at_their_position_are_never_trained(engines, function, place):
     """What TRL trains there has other log-probs than what was sampled."""
     for t in (t for group in called(engines, function) for t in group):
         assert t.outcome is Outcome.ENV_FAILED and not t.trains
@@ -135,7 +135,7 @@ def test_tokens_that_were_not_drawn_where_they_stand_are_never_trained(engines, 
         ("short_mask", "prompt a, sample 0: completion_ids, logprobs and env_mask differ in length"),
     ],
 )
-def test_what_cannot_work_stops_the_run_with_a_sentence(engines, function, fault):
+def test_unsupported_function_stops_the_run_with_a_sentence(engines, function, fault):
     with pytest.raises(RunError) as stopped:
         called(engines, function)
     assert fault in str(stopped.value) and "\n" not in str(stopped.value)

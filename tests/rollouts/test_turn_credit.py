@@ -148,7 +148,7 @@ def test_advantages_of_turns_are_gdpo_over_the_groups_discounted_returns(baselin
 
 @settings(max_examples=30, deadline=None)
 @given(st.data())
-def test_trajectories_of_one_turn_get_what_credit_by_sequence_gives_them_bit_for_bit(data):
+def test_trajectories_of_one_turn_equal_credit_by_sequence_bit_for_bit(data):
     value = st.one_of(st.none(), st.floats(-5, 5, width=32))
     rows = data.draw(st.lists(st.lists(st.tuples(value, value), min_size=2, max_size=5), min_size=1, max_size=4))
     groups = [group(str(g), *([{"a": a, "b": b}] for a, b in members)) for g, members in enumerate(rows)]
@@ -214,7 +214,7 @@ def test_a_group_whose_totals_are_equal_has_signal_if_its_turns_are_not():
     assert not has_signal(group("p", [{"a": 1.0}, {"a": 0.0}], [{"a": 1.0}, {"a": 0.0}]), config())
 
 
-def test_metrics_of_rewards_are_of_trajectories_whatever_the_credit():
+def test_metrics_of_rewards_are_those_of_trajectories_for_every_credit():
     ours = advantages_of(uneven(), config()).diagnostics.metrics()
     theirs = advantages_of(uneven(), by_sequence(config())).diagnostics.metrics()
     for name in ("a", "b"):
@@ -247,7 +247,7 @@ def test_a_transcript_keeps_the_tokens_and_rewards_of_each_turn():
     assert made.rewards == {"a": 1.5, "b": 3.0}
 
 
-def test_a_verdict_may_say_what_each_turn_earned_and_is_held_to_it():
+def test_rewards_of_turns_in_a_verdict_must_add_up_to_its_total():
     t = group("p", [{}, {}]).trajectories[0]
     good = Verdict({"a": 1.0, "b": 0.0}, turn_rewards=[{"a": 1}, {"a": float("nan"), "b": 0.0}])
     (checked,) = checked_verdicts(("a", "b"), [t], [good])
@@ -345,7 +345,7 @@ def test_sample_files_of_older_runs_which_lack_the_columns_of_turns_are_read(tmp
 # -- the task that is made for it -----------------------------------------------------------------------------------
 
 
-def test_each_round_of_the_example_is_judged_by_itself_and_alike_for_a_row():
+def test_each_round_of_the_example_is_verified_separately_and_alike_for_a_row():
     config = load_config(ROUNDS)
     assert (config.gdpo.credit, config.gdpo.discount) == ("turn", 0.0) and validate(config) is not None
     environment = ImportPath(str(REPOSITORY / "examples" / "digit_rounds.py") + ":DigitRounds").load()({"rounds": 3})
@@ -405,7 +405,7 @@ def test_on_unconnected_rounds_credit_by_turn_learns_more_than_by_sequence():
     assert min(ours) > 1.5 * max(theirs)
 
 
-def test_where_rewards_come_at_the_end_alone_credit_by_turn_gains_nothing():
+def test_credit_by_turn_gains_nothing_if_rewards_come_only_at_the_end():
     settings = config("gdpo.rewards={a: 1}")
     for seed in range(2):
         ours = learnt(settings, seed, rounds=4, steps=15, at_the_end=True)
@@ -464,7 +464,7 @@ def test_gradient_is_exact_with_either_baseline(baseline, samples, rewards, trut
         ),
     ],
 )
-def test_what_contradicts_credit_by_turn_costs_one_line(overrides, said):
+def test_settings_that_contradict_credit_by_turn_are_refused_in_one_line(overrides, said):
     with pytest.raises(ConfigError) as refused:
         validate(load_config(TURNS, ["gdpo.credit=turn", *overrides]))
     assert said in str(refused.value) and "\n" not in str(refused.value)

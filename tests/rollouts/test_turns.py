@@ -65,7 +65,7 @@ def parts(trajectory) -> list[np.ndarray]:
     return np.split(trajectory.completion_ids, np.flatnonzero(np.diff(trajectory.loss_mask.astype(int))) + 1)
 
 
-def test_each_turn_goes_on_from_the_exact_tokens_of_those_before(pool):
+def test_each_turn_continues_from_the_exact_tokens_of_earlier_turns(pool):
     log = []
     t = played(prompt_of("guessing"), job(pool, log=log))
     assert t.turns == 4 and [request.seed for request in log] == [100, 101, 102, 103]

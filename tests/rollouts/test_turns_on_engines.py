@@ -42,7 +42,7 @@ def four_turns(stage, pool):
     return stage.play(chat_prompt(stage, "guessing"), pool, samples=4)
 
 
-def test_only_policy_tokens_are_unmasked_and_the_rest_is_the_templates_text(four_turns, stage):
+def test_only_policy_tokens_are_unmasked_and_the_others_are_text_of_the_template(four_turns, stage):
     """Token by token: behind each turn the environment's part closes the turn (if the policy did not) and says its
     words."""
     end = stage.tokenizer.eos_token_id
@@ -81,7 +81,7 @@ def test_logprobs_of_four_turns_are_those_of_one_megatron_forward_pass(four_turn
     assert np.abs(wrong - shifted.sampler_logprobs)[shifted.loss_mask].max() > 0.1
 
 
-def test_the_gradient_does_not_depend_on_what_stands_under_the_mask(four_turns, stage):
+def test_gradient_does_not_depend_on_masked_tokens(four_turns, stage):
     """Sampler log-probs, old log-probs and reference log-probs of observations are never read; their tokens are
     context."""
     from gdpo_nemo.algorithms import LossSettings

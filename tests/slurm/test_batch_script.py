@@ -76,7 +76,7 @@ def test_an_attempt_that_was_queued_again_leaves_the_logs_of_the_one_before(job,
     assert [(logs / name / "status").read_text().strip() for name in ("0", "1", "1.2")] == ["0", "3", "0"]
 
 
-def test_rays_folder_is_removed_where_the_job_made_it_and_left_where_it_was_there(job, tmp_path):
+def test_folder_of_ray_is_removed_only_if_the_job_made_it(job, tmp_path):
     ray = tmp_path / "ray"
     assert job()[0] == 0 and not ray.exists()
     ray.mkdir()

@@ -173,7 +173,7 @@ SCORES = {"r1": 0.25, "r2": 0.0}
 
 
 @pytest.mark.parametrize(("margin", "beaten"), [(1.0, set()), (-1.0, {"r1", "r2"})])
-def test_a_graded_component_is_won_within_a_row_by_the_right_answer_or_what_gets_as_much(margin, beaten):
+def test_graded_component_is_won_within_a_row_by_the_right_answer_or_an_equal_text(margin, beaten):
     """Every text has another score, and no two rows the same largest score."""
     tried = []
     for row, (prompt, gold) in QUESTIONS.items():
@@ -192,7 +192,7 @@ def test_a_graded_component_is_won_within_a_row_by_the_right_answer_or_what_gets
 
 
 @pytest.mark.parametrize("verifier", [exact, last_number, any_match])
-def test_a_penalty_is_judged_like_the_reward_that_it_mirrors(verifier):
+def test_penalty_is_tested_like_the_reward_that_it_mirrors(verifier):
     """The right answer wins a penalty with the smallest value."""
     tried, mirrored = [], []
     for row, (prompt, gold) in QUESTIONS.items():

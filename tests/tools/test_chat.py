@@ -49,7 +49,7 @@ def test_a_model_outside_of_a_run_brings_its_own_precision_and_sampling(world):
     assert read_source(model, None, None, []).config.policy.precision == "bfloat16"
 
 
-def test_a_model_of_a_run_is_sampled_as_the_run_samples_unless_it_is_said_otherwise(world):
+def test_model_of_a_run_is_sampled_with_the_settings_of_the_run_by_default(world):
     source = read_source(world / "model", str(world / "good.yaml"), None, ["policy.generation.temperature=0.7"])
     assert source.of_a_run and source.model == world / "model"
     assert (sampling_of(source.config.policy, None, None).temperature, sampling_of(source.config.policy, 0.0, 5)) == (
@@ -135,7 +135,7 @@ def test_an_environment_of_episodes_judges_no_single_reply(rows, monkeypatch):
     assert answer.remarks == [chat_screen.NO_REWARDS]
 
 
-def test_a_verdict_is_shown_by_name_and_a_failure_is_no_reward():
+def test_verdict_is_shown_by_name_and_a_failure_is_not_a_reward():
     prompt = Prompt("p", np.array([1], np.int32), "", "e")
     judged = Trajectory(prompt, 0, np.array([1], np.int32), np.zeros(1, np.float32), 0, "", "stop")
     judged.rewards = {"extra": 0.25, "brief": None, "right": 1.0}
@@ -191,7 +191,7 @@ def test_half_a_character_is_not_shown_before_its_other_half():
     assert (found.text, found.finish_reason) == ("a\u00e9", "stop")
 
 
-def test_a_stopped_reply_is_what_was_heard_until_then_and_stays_in_the_conversation():
+def test_stopped_reply_is_its_partial_text_and_stays_in_the_conversation():
     speaker = Speaking()
     found = begun(speaker)
     speaker.heard([97, 98])
@@ -211,7 +211,7 @@ def test_a_reply_that_was_done_before_it_was_stopped_is_whole():
     assert (found.text, found.finish_reason) == ("abc", "stop")
 
 
-def test_what_a_model_says_cannot_command_the_terminal():
+def test_model_output_cannot_control_the_terminal():
     assert visible("a\x1b[2Jb\r\x07\n\tc\u009b") == "a\ufffd[2Jb\ufffd\ufffd\n\tc\ufffd"
 
 
@@ -233,7 +233,7 @@ def test_a_pipe_gets_text_with_remarks_apart_or_an_object_a_prompt(capsys, rows)
 
 
 @pytest.mark.parametrize("wide", [True, False])
-def test_a_terminal_shows_two_replies_in_columns_where_it_is_wide(monkeypatch, capsys, wide):
+def test_wide_terminal_shows_two_replies_in_columns(monkeypatch, capsys, wide):
     monkeypatch.setenv("COLUMNS", "120" if wide else "60")
     screen = chat_screen.Terminal()
     replies = [reply("left side"), reply("right side")]
@@ -253,7 +253,7 @@ def test_a_row_is_named_by_split_and_number(words, place):
 
 
 @pytest.mark.parametrize("words", ["x", "-1", "1 2", "train validation", "test 1"])
-def test_a_row_that_is_no_row_is_refused(words):
+def test_malformed_row_number_is_refused(words):
     with pytest.raises(ConfigError, match=r"expected /row \[train\|validation\] \[N\]"):
         command._parse_row(shlex.split(words))
 

@@ -44,7 +44,7 @@ def seeds(tmp_path: Path, name: str, *overrides: str, shifts=(0.0, 0.1, 0.2)) ->
     ]
 
 
-def test_runs_that_differ_in_their_seed_alone_are_one_variant(tmp_path):
+def test_runs_that_differ_only_in_their_seed_are_one_variant(tmp_path):
     grpo = seeds(tmp_path, "grpo", "gdpo.estimator=grpo")
     gdpo = seeds(tmp_path, "gdpo", "run.name=other", "logger.plot=false", "checkpointing.save_period=7")
     variants = variants_of([*grpo, *gdpo[::-1], gdpo[0]])
@@ -53,7 +53,7 @@ def test_runs_that_differ_in_their_seed_alone_are_one_variant(tmp_path):
     assert differences([*grpo, *gdpo]) == ["gdpo.estimator"]
 
 
-def test_what_goes_with_the_seed_makes_no_variant_where_other_runs_show_it(tmp_path):
+def test_settings_that_follow_the_seed_make_no_variant_if_other_runs_show_this(tmp_path):
     def all_of(name, *overrides):
         return [
             record(tmp_path / f"{name}_{s}", f"run.seed={s}", f"policy.model_name={'ab'[s]}", *overrides)
@@ -83,7 +83,7 @@ def test_an_ignored_setting_makes_no_variant(tmp_path):
     assert len(variants_of(runs, ["cluster.", "rollout.depth"])) == 1
 
 
-def test_runs_of_equal_settings_and_seed_are_not_taken_for_two_seeds(tmp_path):
+def test_runs_of_equal_settings_and_seed_count_as_one_seed(tmp_path):
     runs = [record(tmp_path / name) for name in ("before", "after")]
     assert [v.label for v in variants_of(runs)] == ["before", "after"]
 
@@ -97,7 +97,7 @@ def test_a_name_that_folders_have_in_common_does_not_end_in_half_a_number(tmp_pa
     assert [v.label for v in variants_of(runs)] == ["plain_v2", "conditioned", "step_12"]
 
 
-def test_equal_effort_is_what_all_runs_have_spent(tmp_path):
+def test_equal_effort_is_the_smallest_effort_of_all_runs(tmp_path):
     slow = record(tmp_path / "slow", steps=12, seconds=3.0)
     fast = record(tmp_path / "fast", "run.seed=1", "gdpo.num_prompts_per_step=8", steps=30, seconds=1.0)
     variants = variants_of([slow, fast])
@@ -168,7 +168,7 @@ def test_the_command_prints_tables_and_writes_picture_and_page(tmp_path, capsys,
     assert "data:image/png;base64," in page and "epsilon=0.5" in page and str(tmp_path / "b_2") in page
 
 
-def test_what_a_config_holds_is_escaped_in_the_page(tmp_path, capsys):
+def test_content_of_a_config_is_escaped_in_the_page(tmp_path, capsys):
     runs = [record(tmp_path / "a"), record(tmp_path / "b", "run.seed=1")]
     for run in runs:
         with open(run.folder / "config.yaml", "a") as file:
@@ -211,7 +211,7 @@ def _no_rewards(folder):
         (None, ["--out", "/proc/none"], 1, "cannot be written"),
     ],
 )
-def test_what_cannot_be_compared_costs_one_line(tmp_path, capsys, damage, options, status, line):
+def test_incomparable_runs_are_refused_in_one_line(tmp_path, capsys, damage, options, status, line):
     folder = record(tmp_path / "run").folder
     if damage:
         damage(folder)

@@ -130,7 +130,7 @@ def test_the_command_without_a_function_shows_each_recorded_implementation(capsy
         (["{d}/mine.py:odd"], "FUNCTION: worked example: the result is not an array of numbers (RuntimeError"),
     ],
 )
-def test_the_command_refuses_what_is_not_an_estimator(arguments, message, tmp_path, capsys):
+def test_command_refuses_objects_that_are_not_estimators(arguments, message, tmp_path, capsys):
     (tmp_path / "mine.py").write_text(ESTIMATORS)
     assert cli.main(["conformance", *(argument.format(d=tmp_path) for argument in arguments)]) == 2
     assert message in capsys.readouterr().err

@@ -95,7 +95,7 @@ def test_both_words_of_a_lost_raylet_name_it(how):
 
 
 @pytest.mark.slow
-def test_what_the_run_says_has_to_name_the_fault(program):
+def test_output_of_the_run_has_to_name_the_fault(program):
     run = program(HEARS + "steps(1, 600)")
     good = run.disturb(poke(says=r"^engine \d+: "))
     assert good.wrong is None and good.said == ["engine 3: it died"] and good.seconds < 30
@@ -106,7 +106,7 @@ def test_what_the_run_says_has_to_name_the_fault(program):
 
 
 @pytest.mark.slow
-def test_a_run_that_ends_where_it_should_go_on_is_told(program):
+def test_run_that_ends_instead_of_continuing_is_reported(program):
     run = program("signal.signal(signal.SIGUSR1, lambda *_: sys.exit(3)); steps(1, 600)")
     assert "ended with exit status 3 instead of continuing" in run.disturb(poke()).wrong
 
@@ -147,7 +147,7 @@ def test_torn_checkpoint_is_never_the_only_one(program):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_over_before_it_recovered_is_told(program):
+def test_run_that_ends_before_its_recovery_is_reported(program):
     run = program("first_step_and_signal(); alert('engine 3: it died')")
     assert "ended before it trained another step" in run.disturb(poke()).wrong
 
@@ -179,7 +179,7 @@ def test_the_time_of_a_restart_is_to_a_step_of_the_next_process_that_none_before
 
 
 @pytest.mark.slow
-def test_the_time_of_a_rebuild_begins_to_count_steps_when_the_run_has_told_of_its_loss(program):
+def test_time_of_a_rebuild_counts_steps_after_the_run_reported_its_loss(program):
     """A step under way may end, and be recorded, after a rank has died."""
     run = program(
         """
@@ -202,7 +202,7 @@ def test_the_time_of_a_rebuild_begins_to_count_steps_when_the_run_has_told_of_it
 
 
 @pytest.mark.slow
-def test_processes_shared_memory_and_files_that_stay_are_told(program, monkeypatch):
+def test_remaining_processes_shared_memory_and_files_are_reported(program, monkeypatch):
     monkeypatch.setattr("gdpo_nemo.tools.drill.run._CLEANUP_S", 1.0)
     monkeypatch.setattr("gdpo_nemo.tools.drill.run._LIST_S", 0.0)
     name = f"gdpo_nemo_test_{os.getpid()}"
@@ -255,7 +255,7 @@ def test_a_journal_is_wanted_of_runs_that_sample(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exact", [True, False])
-def test_a_run_is_compared_with_an_undisturbed_one_where_it_can_be_equal(tmp_path, monkeypatch, exact):
+def test_run_is_compared_with_an_uninterrupted_one_if_it_can_be_equal(tmp_path, monkeypatch, exact):
     class Run(Program):
         def __init__(self, run_dir, *settings):
             super().__init__(run_dir.parent, "(run_dir / 'model').mkdir(); steps(1, 2)")
@@ -268,13 +268,13 @@ def test_a_run_is_compared_with_an_undisturbed_one_where_it_can_be_equal(tmp_pat
     assert what.disturbed.is_dir() and what.undisturbed.is_dir() == exact
 
 
-def test_a_drill_passes_where_nothing_is_wrong_with_any_fault_and_with_the_whole():
+def test_drill_passes_if_every_fault_and_the_whole_run_pass():
     good, bad = Outcome("a", "x"), Outcome("b", "x", wrong="lost")
     assert Result([good]).passed
     assert not Result([good, bad]).passed and not Result([good], wrong=["step 3 is lost"]).passed
 
 
-def test_a_drill_stays_one_whatever_the_user_overrides():
+def test_overrides_of_the_user_do_not_disable_a_drill():
     what = Drill("c", ["run.max_restarts=0", "checkpointing.enabled=false"], [FAULTS["rank-kill"]], Path("out"))
     config = load_config(None, what.changes)
     assert config.run.max_restarts > 0 and config.checkpointing.enabled and config.checkpointing.save_period == 2
@@ -284,5 +284,5 @@ def test_a_drill_stays_one_whatever_the_user_overrides():
     ("changes", "exact"),
     [([], True), (["rollout.max_staleness=1"], False), (["cluster.gpus_per_node=1"], False)],
 )
-def test_bits_are_compared_where_they_can_be_equal(changes, exact):
+def test_bits_are_compared_if_they_can_be_equal(changes, exact):
     assert is_exact(load_config(None, changes)) is exact

@@ -130,7 +130,7 @@ def test_gdpo_config_is_the_same_run(translated):
 
 
 @pytest.mark.parametrize("content", [SAMPLED, PAIRS, SFT], ids=["gdpo", "dpo", "sft"])
-def test_every_key_said_to_be_taken_over_is_in_the_config(content, translated):
+def test_every_key_reported_as_translated_is_in_the_config(content, translated):
     made = translated(content, adapter="lora", lora_r=8, lora_alpha=16, lora_target_linear=True, wandb_project="p")
     taken = 0
     for line in made.lines:
@@ -178,7 +178,7 @@ def test_vllm_servers_become_engines_beside_the_trainer(translated, mode):
     assert value(made, "gdpo.estimator") == "grpo" and value(made, "gdpo.num_prompts_per_step") == 4
 
 
-def test_prefetched_rollouts_run_ahead_with_engines_of_their_own(translated):
+def test_prefetched_rollouts_run_ahead_with_separate_engines(translated):
     ahead = {"async_prefetch": True, "prefetch_depth": 2, "vllm_sync_interval": 2, "use_vllm": True}
     made = translated(SAMPLED, trl=ahead)
     assert made.status == DIFFERS and list(made.differences) == ["trl.async_prefetch"]
@@ -236,7 +236,7 @@ def test_preferences_have_the_losses_that_axolotl_gives_trl(keys, algorithm, pre
         ({"type": {"field_prompt": "q", "field_system": None}}, {"type": {"field_prompt": "q"}}),
     ],
 )  # fmt: skip
-def test_forms_of_pairs_are_kept_by_their_names(entry, expected, translated):
+def test_forms_of_pairs_keep_their_names(entry, expected, translated):
     made = translated(PAIRS, datasets=[{"path": "org/pairs", **entry}])
     assert made.content["data"]["train"] == {"path": "org/pairs", **expected} and made.status == SAME
 
@@ -319,7 +319,7 @@ def test_adapters_have_the_rank_alpha_and_layers_of_axolotl(translated):
         ({"learning_rat": 1}, "learning_rat"),
     ],
 )
-def test_what_changes_the_result_and_is_not_done_is_named(keys, name, translated):
+def test_unsupported_keys_that_change_the_result_are_named(keys, name, translated):
     made = translated(SFT, **keys)
     assert made.status == DIFFERS and list(made.differences) == [name]
 
@@ -335,7 +335,7 @@ def test_what_changes_the_result_and_is_not_done_is_named(keys, name, translated
         {"trl": {"num_generations": 3}},
     ],
 )
-def test_what_changes_nothing_is_no_difference(keys, translated):
+def test_keys_without_effect_are_not_a_difference(keys, translated):
     assert translated(SFT, **keys).status == SAME
 
 
@@ -358,7 +358,7 @@ def test_what_changes_nothing_is_no_difference(keys, translated):
         (SFT, {"base_model": "Qwen/Qwen2-VL-7B-Instruct"}, "base_model"),
     ],
 )  # fmt: skip
-def test_what_cannot_run_is_named_with_the_reason(content, keys, name, translated):
+def test_configs_that_cannot_run_are_named_with_the_reason(content, keys, name, translated):
     made = translated(content, **keys)
     assert made.status == CANNOT_RUN and list(made.blockers) == [name]
 

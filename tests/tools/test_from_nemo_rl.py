@@ -109,7 +109,7 @@ def test_every_canonical_key_is_translated_or_listed_and_the_result_is_valid(tmp
     validate(config_of(translation, tmp_path))
 
 
-def test_values_arrive_where_they_mean_the_same(tmp_path):
+def test_values_arrive_at_keys_of_the_same_meaning(tmp_path):
     config = config_of(translate(EVERY_KEY), tmp_path)
     megatron = config.policy.megatron_cfg
     generation = config.policy.generation
@@ -169,7 +169,7 @@ def test_values_arrive_where_they_mean_the_same(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stale, placement, engines", [(False, "colocated", 4), (True, "separate", 2)])
-def test_engines_that_share_gpus_there_share_them_here_where_none_runs_ahead(tmp_path, stale, placement, engines):
+def test_engines_that_share_gpus_there_share_them_here_if_none_runs_ahead(tmp_path, stale, placement, engines):
     changes = [
         "policy.generation.colocated.enabled=true",
         f"grpo.async_grpo.enabled={stale}",
@@ -183,7 +183,7 @@ def test_engines_that_share_gpus_there_share_them_here_where_none_runs_ahead(tmp
     assert (config.cluster.placement, config.policy.generation.engines) == (placement, engines)
 
 
-def test_parents_are_merged_and_a_marked_section_replaces_theirs(tmp_path):
+def test_parents_are_merged_and_a_marked_section_replaces_the_inherited_one(tmp_path):
     translation = translate(RECIPES / "gdpo.yaml")
     config = config_of(translation, tmp_path)
     assert translation.status == DIFFERS and config.gdpo.estimator == "gdpo" and config.gdpo.preset == "nemo_rl"
@@ -251,7 +251,7 @@ def test_each_value_gets_the_verdict_it_deserves(tmp_path, change, key, expected
         ),
     ],
 )
-def test_when_new_weights_reach_samples_under_way_is_as_there(tmp_path, change, kv, differing):
+def test_new_weights_reach_samples_in_flight_as_in_nemo_rl(tmp_path, change, kv, differing):
     path = tmp_path / "recipe.yaml"
     changes = OmegaConf.from_dotlist([change, "grpo.use_dynamic_sampling=false"])
     OmegaConf.save(OmegaConf.merge({"defaults": str(EVERY_KEY)}, changes), path)
@@ -266,7 +266,7 @@ def test_when_new_weights_reach_samples_under_way_is_as_there(tmp_path, change, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
-def test_key_that_is_said_to_be_taken_over_is_in_the_written_file(name):
+def test_key_reported_as_translated_is_in_the_written_file(name):
     translation = translate(RECIPES / f"{name}.yaml")
     written = set(leaves(translation.content))
     for line in translation.lines:
@@ -323,7 +323,7 @@ def test_another_value_of_a_key_that_is_taken_over_is_written_or_named(name):
     assert unread == []
 
 
-def test_the_command_prints_a_config_and_says_what_is_missing(tmp_path, capsys):
+def test_command_prints_a_config_and_lists_missing_values(tmp_path, capsys):
     out = tmp_path / "ours.yaml"
     assert cli.main(["config", "from-nemo-rl", str(EVERY_KEY), "--out", str(out)]) == 0
     assert capsys.readouterr().out.startswith("runs but differs in ")

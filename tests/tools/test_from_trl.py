@@ -65,11 +65,11 @@ def test_our_table_of_defaults_is_that_of_the_installed_classes():
     from peft import LoraConfig
     from trl import GRPOConfig, ModelConfig, ScriptArguments
 
-    assert GRPO_CONFIG == defaults_of(GRPOConfig)
-    assert MODEL_CONFIG == defaults_of(ModelConfig)
+    assert defaults_of(GRPOConfig) == GRPO_CONFIG
+    assert defaults_of(ModelConfig) == MODEL_CONFIG
     theirs = defaults_of(ScriptArguments)
     assert {key: SCRIPT_ARGUMENTS[key] for key in theirs} == theirs
-    assert LORA_CONFIG == {key: value for key, value in defaults_of(LoraConfig).items() if key in LORA_CONFIG}
+    assert {key: value for key, value in defaults_of(LoraConfig).items() if key in LORA_CONFIG} == LORA_CONFIG
 
 
 def test_every_field_of_trl_has_a_rule_and_every_default_runs():
@@ -278,7 +278,7 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config, wanted, status", CASES, ids=[case[0] for case in CASES])
-def test_each_field_arrives_where_it_means_the_same_or_says_how_it_differs(folder, config, wanted, status):
+def test_each_field_arrives_at_a_key_of_the_same_meaning_or_its_difference_is_reported(folder, config, wanted, status):
     translation = translate_trl([write_script(folder, config=config)], "ours.yaml")
     assert translation.status == status, translation.summary()
     named = {keyword.partition("=")[0] for keyword in re.split(r", (?=\w+=)", config)}
@@ -345,14 +345,14 @@ made = parser.parse_args()
         assert environment.reward_names == tuple(wanted)
 
 
-def test_weights_that_do_not_fit_and_what_has_no_place_here_are_said(folder):
+def test_weights_that_do_not_fit_and_unsupported_fields_are_reported(folder):
     trainer = 'model="Qwen/Qwen2.5-0.5B-Instruct", reward_funcs=[short], rollout_worker=short, callbacks=[short]'
     translation = translate_trl([write_script(folder, "reward_weights=[1, 2]", trainer)], "ours.yaml")
     assert {"reward_weights", "rollout_worker"} <= set(translation.blockers)
     assert translation.differences["callbacks"] == "[short] is not executed"
 
 
-def test_a_rollout_function_at_the_top_of_a_script_is_the_runs_and_a_nested_one_is_said(folder):
+def test_rollout_function_at_the_top_of_a_script_is_used_and_a_nested_one_is_reported(folder):
     before = "def play(prompts, trainer):\n    return {}\n"
     trainer = 'model="Qwen/Qwen2.5-0.5B-Instruct", reward_funcs=[short], rollout_func=play'
     script = write_script(folder, "", trainer, before)
@@ -368,7 +368,7 @@ def test_a_rollout_function_at_the_top_of_a_script_is_the_runs_and_a_nested_one_
     assert "function" not in off.content.get("rollout", {}) and "rollout_func" not in off.blockers
 
 
-def test_arguments_alone_are_what_trl_grpo_would_do(folder):
+def test_arguments_without_a_script_are_those_of_trl_grpo(folder):
     arguments = {
         "model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct", "dataset_name": "openai/gsm8k", "dataset_config": "main",
         "reward_funcs": ["think_format_reward"], "use_peft": True, "lora_r": 4, "output_dir": "out",
@@ -482,14 +482,14 @@ def test_files_that_belong_to_the_config_are_written_with_out_only(folder, capsy
         ("a.ipynb", "{}", "one script (.py) is supported"),
     ],
 )
-def test_what_cannot_be_read_is_refused_in_one_line(folder, name, text, message):
+def test_unreadable_script_is_refused_in_one_line(folder, name, text, message):
     (folder / name).write_text(text)
     with pytest.raises(ConfigError, match=re.escape(message)) as error:
         translate_trl([name], None)
     assert "\n" not in str(error.value)
 
 
-def test_verdicts_of_keys_say_what_became_of_them(folder):
+def test_verdicts_of_keys_describe_their_translation(folder):
     translation, _ = ours(folder, config="num_iterations=2, logging_steps=1, learning_rate=1e-5")
     found = {line.key: line.status for line in translation.lines}
     assert (found["num_iterations"], found["logging_steps"], found["learning_rate"]) == (

@@ -62,7 +62,7 @@ def test_the_fields_of_the_asynchronous_trainer_are_those_of_the_installed_class
         value = made if field.default is dataclasses.MISSING else field.default
         theirs[field.name] = getattr(value, "value", value)
     others = {key: value for key, value in theirs.items() if key not in GRPO_CONFIG or value != GRPO_CONFIG[key]}
-    assert ASYNC_GRPO_CONFIG == others
+    assert others == ASYNC_GRPO_CONFIG
     assert not set(WITHOUT_A_FIELD) & set(theirs)
     run = TrlRun({}, "AsyncGRPOTrainer")
     assert [key for key in theirs if result_of(key, theirs[key], run) is None] == []
@@ -100,7 +100,7 @@ def test_the_update_is_that_of_the_asynchronous_trainer(folder):
     assert translation.status == DIFFERS and set(translation.differences) == {"max_staleness"}
 
 
-def test_an_adapter_leaves_samples_under_way_to_the_one_that_began_them(folder):
+def test_samples_in_flight_are_finished_by_the_adapter_that_began_them(folder):
     translation, made = ours(folder, "gradient_accumulation_steps=2", ", peft_config=LoraConfig(r=8)")
     assert (made.rollout.kv, made.policy.lora.rank) == ("drain", 8)
     assert set(translation.differences) == {"max_staleness", "gradient_accumulation_steps"}

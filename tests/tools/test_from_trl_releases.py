@@ -119,7 +119,7 @@ def test_all_unknown_names_are_reported_at_once(lab):
     assert "no_such_thing" in line
 
 
-def test_class_derived_from_trls_config_is_read_where_it_is_called(lab, tmp_path):
+def test_class_derived_from_trls_config_is_read_at_its_call(lab, tmp_path):
     text = SCRIPT.replace("args=training_args", "args=GRPOConfig('out', benchmarks=['x'], max_steps=3)")
     (tmp_path / "src/lab/grpo.py").write_text(text)
     made = lab(model_name_or_path="org/model")

@@ -166,7 +166,7 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer, config, wanted, status", CASES, ids=[f"{case[0]}-{case[1]}" for case in CASES])
-def test_a_field_of_a_trainer_arrives_or_is_said(folder, trainer, config, wanted, status):
+def test_field_of_a_trainer_is_translated_or_reported(folder, trainer, config, wanted, status):
     translation, made = ours(folder, trainer, config=config)
     assert translation.status == status, translation.summary()
     for key, value in wanted.items():
@@ -185,11 +185,11 @@ def test_a_field_of_a_trainer_arrives_or_is_said(folder, trainer, config, wanted
         ("SFTTrainer", ", formatting_func=short", "formatting_func"),
     ],
 )
-def test_what_a_trainer_here_lacks_cannot_run(folder, trainer, more, key):
+def test_unsupported_options_of_a_trainer_are_refused(folder, trainer, more, key):
     assert key in ours(folder, trainer, more=more)[0].blockers
 
 
-def test_rows_of_messages_are_trained_whole_unless_the_script_says_otherwise(folder):
+def test_rows_of_messages_are_trained_whole_by_default(folder):
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     assert ours(folder, "SFTTrainer", rows=[row])[1].data.train.train_on == "all"
     config = ours(folder, "SFTTrainer", rows=[row], config="assistant_only_loss=True")[1]
@@ -284,7 +284,7 @@ if __name__ == "__main__":
 """
 
 
-def test_defaults_of_argparse_are_what_a_script_runs_with_unless_options_are_given(folder):
+def test_defaults_of_argparse_apply_unless_options_are_given(folder):
     (folder / "script.py").write_text(ARGPARSE)
     content = translate_trl(["script.py"], "ours.yaml").content
     assert content["policy"]["model_name"] == "Qwen/Qwen3-0.6B" and content["run"]["dir"] == "Qwen3-0.6B-run"
@@ -299,7 +299,7 @@ def test_defaults_of_argparse_are_what_a_script_runs_with_unless_options_are_giv
 
 
 @pytest.mark.parametrize("tail", ["", "[0]"])
-def test_defaults_of_a_dataclass_are_what_hfargumentparser_gives(folder, tail):
+def test_defaults_of_a_dataclass_equal_those_of_hfargumentparser(folder, tail):
     text = script_of("SFTTrainer").replace(f'"{MODEL}"', "own.model").replace("from datasets", """
 from dataclasses import dataclass, field
 @dataclass
@@ -323,7 +323,7 @@ from datasets""", 1)  # fmt: skip
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_arguments_alone_are_those_of_the_command_that_is_named(folder, command):
+def test_arguments_without_a_script_are_those_of_the_named_command(folder, command):
     options = ["--model_name_or_path", MODEL, "--dataset_name", "a/b", "--learning_rate", "3e-5", "--bf16", "false"]
     if command in ("grpo", "rloo"):
         options += ["--reward_model_name_or_path", "org/scores", "--num_generations", "4"]
@@ -348,7 +348,7 @@ def test_arguments_alone_are_those_of_the_command_that_is_named(folder, command)
         (["sft"], ["--num_generations", "4"], "num_generations: not an option of SFTConfig or `trl sft`"),
     ],
 )
-def test_an_option_that_nobody_knows_is_refused_in_one_line(folder, sources, options, message):
+def test_unknown_option_is_refused_in_one_line(folder, sources, options, message):
     (folder / "script.py").write_text(script_of("SFTTrainer"))
     with pytest.raises(ConfigError) as error:
         translate_trl(sources, "ours.yaml", 1, options)

@@ -67,7 +67,7 @@ def checkout(tmp_path):
     return tmp_path
 
 
-def test_scan_gives_each_server_the_class_of_what_it_needs(checkout, capsys):
+def test_scan_classifies_each_server_by_its_requirements(checkout, capsys):
     server(checkout, "adds")
     server(checkout, "calls", row=TOOL)
     server(checkout, "routes", extra="def setup(app):\n    app.post('/lookup')(lookup)\n\n\n")
@@ -126,7 +126,7 @@ def agent_config(checkout: Path, name: str, server: str, **settings) -> None:
 
 
 @pytest.mark.slow
-def test_scan_chooses_the_configuration_in_which_an_agent_lacks_least_and_reports_what_it_lacks(checkout, capsys):
+def test_scan_chooses_the_configuration_with_the_fewest_missing_parts_and_reports_them(checkout, capsys):
     model = checkout / "responses_api_models/vllm_model/configs/vllm_model_for_training.yaml"
     model.parent.mkdir(parents=True)
     model.write_text(json.dumps({"policy_model": {"responses_api_models": {"vllm_model": {"entrypoint": "app.py"}}}}))

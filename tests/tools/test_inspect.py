@@ -118,7 +118,7 @@ def test_tokens_and_log_probs_keep_their_bits_however_they_are_cut(run, monkeypa
         assert script(out, "index")["starts"][0] == np.cumsum([0, *sizes[:-1]]).tolist()
 
 
-def test_environment_tokens_and_unknown_trainer_logprobs_are_told_apart(tmp_path):
+def test_environment_tokens_and_unknown_trainer_logprobs_are_distinguished(tmp_path):
     prompt = Prompt("p", np.arange(2, dtype=np.int32), "2=", "digit_sort")
 
     def sample(number, mask):
@@ -150,7 +150,7 @@ def test_files_of_json_lines_are_shown_as_those_of_parquet(run, tmp_path):
     assert np.isnan(columns(out)["advantage"]).all()
 
 
-def test_what_grpo_would_have_given_is_its_formula():
+def test_advantage_of_grpo_follows_its_formula():
     rewards = {"a": np.array([1.0, 0, 0, 1, 1]), "b": np.array([0.0, 0, 1, np.nan, 5])}
     groups = np.array([0, 0, 0, 1, 1], np.int32)
     found = summed_advantages(rewards, groups, ["ok"] * 4 + ["aborted"], {"a": 1.0, "b": 0.5})
@@ -200,13 +200,13 @@ def test_the_policy_of_the_page_runs_its_own_script_and_no_other(run):
     assert not any(name.startswith("on") or name == "style" for _, attributes in page.tags for name in attributes)
 
 
-def test_the_pages_script_sets_what_a_model_wrote_as_text_only(run):
+def test_script_of_the_page_inserts_model_output_as_text_only(run):
     source = Page((built(run) / "index.html").read_text()).inside["script"]
     unsafe = r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function|srcdoc|javascript:"
     assert not re.search(unsafe, source)
 
 
-def test_the_data_are_plain_values_in_ascii_whatever_a_model_wrote(tmp_path):
+def test_data_are_plain_values_in_ascii_for_all_model_output(tmp_path):
     texts_written = [NASTY, "\u202eevil\u2066", "\udc00 half", "</script>\u2028", "__proto__", "a" * 100_000]
     prompt = Prompt("__proto__", np.arange(2, dtype=np.int32), NASTY, "constructor")
     ids = np.arange(1, dtype=np.int32)
@@ -248,7 +248,7 @@ def test_a_site_written_again_leaves_no_shard_of_before(run, monkeypatch):
     assert names == ["index.js", "snippets.js", "stamp.js", "text-0000.js", "tokens-0000.js", "vocabulary.js"]
 
 
-def test_the_stamp_changes_with_the_samples_alone(run):
+def test_stamp_changes_only_with_the_samples(run):
     first = builder.stamp_of(run)
     (run / "metrics.jsonl").write_text("")
     assert builder.stamp_of(run) == first
@@ -276,7 +276,7 @@ def test_parts_of_characters_are_given_as_bytes_and_unknown_tokens_as_none():
     assert found == ["ab", [0xE2], [0x82], " the", [0xE2], None]
 
 
-def test_the_command_says_where_the_page_is_and_that_tokens_have_no_text(run, capsys):
+def test_command_prints_the_path_of_the_page_and_warns_of_tokens_without_text(run, capsys):
     assert cli.main(["inspect", str(run)]) == 0
     out = capsys.readouterr().out
     assert f"{run / 'inspect' / 'index.html'} (18 samples" in out and "tokens are shown as IDs" in out
@@ -306,7 +306,7 @@ def test_the_server_gives_the_site_to_this_machine_and_to_no_other_name(run):
                 urllib.request.urlopen(request)
 
 
-def test_following_writes_the_site_anew_when_the_run_has_more_samples(run, monkeypatch):
+def test_following_rewrites_the_site_when_the_run_has_more_samples(run, monkeypatch):
     out = built(run, live=True)
 
     class Enough(Exception):
@@ -323,7 +323,7 @@ def test_following_writes_the_site_anew_when_the_run_has_more_samples(run, monke
     assert script(out, "index")["rows"] == 24 and script(out, "index")["live"] is True
 
 
-def test_outcomes_and_environments_are_told_by_name(run):
+def test_outcomes_and_environments_are_shown_by_name(run):
     out = built(run)
     names = script(out, "index")["names"]
     found = [names[0][code] for code in columns(out)["outcome"]]
@@ -331,7 +331,7 @@ def test_outcomes_and_environments_are_told_by_name(run):
 
 
 @pytest.mark.slow
-def test_samples_of_a_validation_are_kept_and_told_apart_from_the_steps(config, run_dir):
+def test_samples_of_a_validation_are_stored_and_distinguished_from_those_of_steps(config, run_dir):
     log = RunLog(config, run_dir)
     log.validation({"step": 0, "validation/format": 0.5}, demo_groups(9))
     log.step(demo_row(1), demo_groups(1))

@@ -187,7 +187,7 @@ def test_unset_variables_of_servers_and_disabled_validation_do_not_prevent_a_run
         (SERVER.replace("app.py", "absent.py"), "absent.py was not found"),
     ],
 )
-def test_what_a_checkout_lacks_is_the_reason(tmp_path, content, reason):
+def test_missing_parts_of_a_checkout_are_the_reason(tmp_path, content, reason):
     checkout = make_checkout(tmp_path / "Gym")
     (checkout / PATHS[0]).unlink()
     if content is not None:

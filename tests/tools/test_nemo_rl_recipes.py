@@ -286,7 +286,7 @@ def loaded(name: str, folder: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STATUS)
-def test_a_recipe_comes_to_what_it_is(name):
+def test_recipe_has_the_expected_translation(name):
     translation = translated(name)
     assert translation.status == STATUS[name], translation.summary()
     assert set(translation.differences) >= DIFFERENCES.get(name, set()) and set(translation.blockers) == BLOCKERS.get(
@@ -298,7 +298,7 @@ def test_a_recipe_comes_to_what_it_is(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, status in STATUS.items() if status != CANNOT_RUN])
-def test_what_is_said_to_run_passes_the_dry_run_and_has_its_values(name, tmp_path):
+def test_recipe_reported_as_runnable_passes_the_dry_run_with_its_values(name, tmp_path):
     config = loaded(name, tmp_path)
     validate(config)
     assert keys_without_effect(config) == []
@@ -316,7 +316,7 @@ def test_without_a_partner_overlap_param_gather_is_not_written(tmp_path):
     assert "overlap_param_gather" not in content and "overlap_grad_reduce" not in content
 
 
-def test_a_distribution_that_is_cut_for_sampling_alone_is_named(tmp_path):
+def test_distribution_that_is_cut_only_for_sampling_is_named(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(
         f"defaults: {FOLDER / 'megatron.yaml'}\npolicy: {{generation: {{top_k: 50}}}}\ndata: {{default: "
@@ -414,7 +414,7 @@ def test_the_run_ends_with_its_epochs_and_dynamic_sampling_takes_whole_batches(t
          {"rollout.max_staleness": 2, "loss_fn.old_logprobs": "trainer", "loss_fn.off_policy.mode": "none"}, SAME),
     ],
 )  # fmt: skip
-def test_what_was_silently_another_has_its_meaning_or_is_named(tmp_path, base, change, expected, status):
+def test_silently_changed_keys_have_their_meaning_or_are_named(tmp_path, base, change, expected, status):
     path = tmp_path / "recipe.yaml"
     prompts = "" if change.startswith("data") else "data: {default: {prompt_file: null}}"
     path.write_text(f"defaults: {FOLDER / base}.yaml\n{change}\n{prompts}\n")
@@ -428,7 +428,7 @@ def test_what_was_silently_another_has_its_meaning_or_is_named(tmp_path, base, c
     )
 
 
-def test_weights_of_a_gym_recipe_are_not_said_to_be_taken_over():
+def test_weights_of_a_gym_recipe_are_not_reported_as_translated():
     """There are no names to give them to before the servers have answered."""
     translation = translated("gym_weights")
     [line] = [line for line in translation.lines if line.key == "grpo.adv_estimator.reward_weights"]
@@ -479,7 +479,7 @@ def test_an_environment_variable_that_is_not_set_stays_an_interpolation():
     assert translation.variables == ["GDPO_TEST_UNSET"] and "GDPO_TEST_UNSET" in translation.summary()
 
 
-def test_what_nemo_rl_fills_in_counts_where_a_recipe_says_nothing(tmp_path):
+def test_defaults_of_nemo_rl_apply_to_omitted_keys(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("grpo: {max_num_steps: 5}\npolicy: {model_name: Qwen/Qwen3-8B, max_total_sequence_length: 512}\n")
     translation = translate(path)
@@ -489,7 +489,7 @@ def test_what_nemo_rl_fills_in_counts_where_a_recipe_says_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("name, status", [("base", 0), ("ready_first", 3), ("gym", 1)])
-def test_the_exit_status_tells_the_three_apart_where_it_is_asked_to(name, status, tmp_path, capsys):
+def test_exit_status_distinguishes_the_three_results_on_request(name, status, tmp_path, capsys):
     recipe = ["config", "from-nemo-rl", str(FOLDER / f"{name}.yaml"), "--out", str(tmp_path / "ours.yaml")]
     assert cli.main([*recipe, "--strict"]) == status
     assert cli.main(recipe) == (1 if status == 1 else 0)

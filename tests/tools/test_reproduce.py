@@ -110,7 +110,7 @@ def test_verdict_compares_the_paired_difference_with_its_error(tmp_path, grpo, g
     assert "GDPO minus GRPO is +0.00" in found[0]
 
 
-def test_less_of_what_is_unwanted_is_better():
+def test_lower_values_of_unwanted_metrics_are_better():
     exceed = page.PUBLISHED["math_length"][1]
     values = np.array([5.0, 6.0, 7.0])
     (sentence,) = page.verdicts([page.Result(exceed, values, values, values - np.array([2.0, 2.1, 1.9]))])

@@ -83,7 +83,7 @@ REWARDS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", REWARDS)
-def test_the_rounding_of_float32_is_no_difference_but_another_rule_is(kind, tmp_path, capsys):
+def test_rounding_of_float32_is_not_a_difference_but_another_rule_is(kind, tmp_path, capsys):
     rewards = REWARDS[kind](np.random.default_rng(0)).astype(np.float32)
     path = tmp_path / "completions_00001.parquet"
 
@@ -131,7 +131,7 @@ def verl_dump(folder: Path, *changes: dict) -> Path:
     return path
 
 
-def test_the_samples_of_a_prompt_are_one_group_wherever_verl_writes_them(tmp_path, capsys):
+def test_samples_of_a_prompt_are_one_group_in_every_order_of_verl(tmp_path, capsys):
     groups, advantages = read_dump("verl", verl_dump(tmp_path))
     assert [group.prompt.text for group in groups] == ["p", "q"] and np.isnan(advantages).all()
     assert [t.rewards for t in groups[0].trajectories][:2] == [{"acc": 1.0, "style": 0.0}, {"acc": 0.0, "style": 1.0}]
@@ -155,7 +155,7 @@ def test_nan_of_a_dump_is_a_missing_reward(tmp_path):
         (["--from", "verl", "gdpo.rewards={accuracy: 1.0}"], "gdpo.rewards.accuracy"),
     ],
 )
-def test_settings_that_need_what_a_dump_lacks_are_refused(arguments, message, tmp_path, capsys):
+def test_settings_that_need_missing_columns_of_a_dump_are_refused(arguments, message, tmp_path, capsys):
     assert cli.main(["explain-advantages", str(verl_dump(tmp_path)), *arguments]) == 2
     assert message in capsys.readouterr().err
 

@@ -62,7 +62,7 @@ def test_more_gpus_keep_the_share_that_samples_and_whole_replicas():
         ({"train_s": 1.0, "publish_s": 60.0}, "publication"),
     ],
 )
-def test_what_sets_the_pace_is_named_and_relieving_it_makes_a_step_faster(changes, expected):
+def test_bottleneck_is_named_and_relieving_it_makes_a_step_faster(changes, expected):
     result = simulate(TAIL.changed(**changes))
     assert limit(result) == expected
     found = helpful_changes(result, candidates(result))
@@ -83,7 +83,7 @@ def test_occupancy_over_time_adds_up_to_the_seconds_of_all_slots():
 
 
 @pytest.mark.slow
-def test_the_command_prints_a_table_draws_and_gives_json(tmp_path, capsys):
+def test_command_prints_a_table_plots_and_gives_json(tmp_path, capsys):
     figure = tmp_path / "simulation.png"
     options = ["simulate", "--config", str(GPU_CONFIG), *SEPARATE, "--staleness", "0,2", "--steps", "6"]
     assert cli.main([*options, "--scheduler", "continuous,barrier", "--png", str(figure)]) == 0
@@ -98,7 +98,7 @@ def test_the_command_prints_a_table_draws_and_gives_json(tmp_path, capsys):
     assert all(row["limit"] and row["staleness_max"] <= row["max_staleness"] for row in rows)
 
 
-def test_rates_that_are_given_one_by_one_need_no_model(tmp_path, capsys):
+def test_separately_given_rates_need_no_model(tmp_path, capsys):
     unknown = ["policy.model_name=nobody/unknown", "policy.model_factory=null"]
     options = [*unknown, "policy.generation.engines=2", "gdpo.num_prompts_per_step=4"]
     rates = ["--decode-ms", "10", "--per-sequence-ms", "0", "--train-s", "1", "--publish-s", "0.5", "--mean", "100",

@@ -69,7 +69,7 @@ def test_every_group_is_trained_exactly_once(scenario, scheduler):
 
 @settings(max_examples=150, deadline=None)
 @given(scenarios(), st.booleans())
-def test_staleness_window_and_depth_are_kept(scenario, endless):
+def test_staleness_window_and_depth_are_respected(scenario, endless):
     result = simulate(scenario.changed(endless=endless))
     bound = outstanding_bound(scenario.groups, scenario.max_staleness, scenario.window)
     assert result.staleness_max <= scenario.max_staleness
@@ -88,7 +88,7 @@ def test_equal_seeds_give_equal_results(scenario):
 
 @given(scenarios())
 @settings(max_examples=50, deadline=None)
-def test_every_token_that_was_drawn_is_trained(scenario):
+def test_every_sampled_token_is_trained(scenario):
     scenario = scenario.changed(group_timeout_s=None)
     drawn = sum(
         sum(scenario.lengths.sample_group(scenario.seed, position, scenario.samples))
@@ -97,7 +97,7 @@ def test_every_token_that_was_drawn_is_trained(scenario):
     assert sum(step.tokens for step in simulate(scenario).steps) == pytest.approx(drawn, rel=1e-6)
 
 
-def test_a_step_alone_takes_what_its_parts_take():
+def test_synchronous_step_takes_the_time_of_its_parts():
     one = Scenario(1, EngineRates(0.01, prefill=1e-3), 4, 1, 2, LogNormal(100), train_s=3, publish_s=0.5,
                    prompt_tokens=50, steps=3, endless=False, verifier=LogNormal(2.0), driver_s=0.1)  # fmt: skip
     # 50 ms of prefill, which the second sample shares, 100 steps, two turns of the driver, a verifier, the trainer.
@@ -147,7 +147,7 @@ def test_the_barrier_schedule_gives_the_table_that_was_computed_before():
         assert seconds == pytest.approx(expected, rel=0.08)
 
 
-def test_continuous_groups_gain_what_the_bound_allows():
+def test_continuous_groups_gain_the_time_that_the_bound_allows():
     """In order, so that the bound is whole: a batch's slowest sample over the batches in flight."""
     seconds = [simulate(deepest(LONG_TAILED, bound)).step_s for bound in (0, 1, 2, 4)]
     # That simulation had 78, 40, 24 and 17: it let groups overtake without taking it off the bound.
@@ -186,7 +186,7 @@ def test_auto_depth_goes_to_the_bound_where_the_engines_are_the_bottleneck():
     assert auto.step_s <= 1.02 * simulate(slow.changed(depth=5 * 64)).step_s
 
 
-def test_what_becomes_of_the_cache_costs_what_it_should():
+def test_kv_modes_have_the_expected_costs():
     base = LONG_TAILED.changed(
         max_staleness=4, steps=24, endless=True, publish_s=0.5, rates=replace(RATES, prefill=2e-5)
     )
@@ -196,7 +196,7 @@ def test_what_becomes_of_the_cache_costs_what_it_should():
     assert drain.staleness_mean <= keep.staleness_mean
 
 
-def test_a_deadline_cuts_the_tail_and_counts_what_it_aborts():
+def test_deadline_cuts_the_tail_and_counts_aborted_samples():
     free = simulate(LONG_TAILED)
     cut = simulate(LONG_TAILED.changed(group_timeout_s=40.0))
     assert free.late == 0 < cut.late < 0.2 * 12 * 512

@@ -64,7 +64,7 @@ def test_a_config_without_rewards_and_environments_is_for_one_that_does_not_samp
         validate(load_config(SFT, ["algorithm.type=gdpo", "gdpo.num_generations_per_prompt=8"]))
 
 
-def test_rewards_may_be_left_out_where_nothing_is_sampled(tmp_path):
+def test_rewards_may_be_omitted_if_nothing_is_sampled(tmp_path):
     text = "policy: {model_name: organisation/model}\ndata: {train: {path: rows.jsonl}}\n"
     (tmp_path / "sft.yaml").write_text(text)
     place = "algorithm.type=examples/custom_sft.py:SupervisedFineTuning"
@@ -73,7 +73,7 @@ def test_rewards_may_be_left_out_where_nothing_is_sampled(tmp_path):
         load_config(tmp_path / "sft.yaml")
 
 
-def test_all_gpus_are_the_policys_where_no_engine_is_started():
+def test_policy_gets_all_gpus_if_no_engine_is_started():
     gpus = ["cluster.gpus_per_node=4", "policy.generation.engines=2"]
     config = load_config(SFT, gpus)
     assert resolve_layout(config).data == 4 and place(config.cluster, resolve_layout(config)).engines == ()
@@ -105,7 +105,7 @@ def test_a_wrong_choice_is_refused_without_running_it(override, complaint):
         (f"{METHODS}\n    check = classmethod(lambda cls, config: {{}}['x'])", "Mine.check raised KeyError"),
     ],
 )
-def test_an_own_class_is_judged_before_any_process_starts(body, complaint, tmp_path):
+def test_custom_class_is_checked_before_any_process_starts(body, complaint, tmp_path):
     config = load_config(SFT if "samples" in body else DEMO, [mine(tmp_path, body)])
     if not complaint:
         assert load_algorithm(config, spec_of(config)).samples is spec_of(config).samples is False
@@ -204,13 +204,13 @@ def test_mixin_of_a_custom_class_is_called_before_inherited_methods():
     assert Both().state() == {"second": 1}
 
 
-def test_what_is_no_algorithm_is_refused(tmp_path):
+def test_object_that_is_not_an_algorithm_is_refused(tmp_path):
     config = load_config(DEMO, [mine(tmp_path, "pass", "class Mine:\n    {body}\n")])
     with pytest.raises(ConfigError, match="Mine is not a subclass of gdpo_nemo.Algorithm"):
         load_algorithm(config, spec_of(config))
 
 
-def test_a_class_that_inherits_that_it_does_not_sample_is_told_to_say_so(tmp_path):
+def test_class_that_inherits_not_sampling_must_declare_it(tmp_path):
     base = CLASS.replace("class Mine(Algorithm)", "class Base(Algorithm)").format(
         body=f"{METHODS}\n    samples = False"
     )
@@ -239,7 +239,7 @@ def test_the_dry_run_asks_the_algorithm_in_one_line(override, complaint, capsys)
     assert complaint in said and said.count("\n") == 1
 
 
-def test_the_dry_run_says_that_there_are_no_engines_and_the_plan_is_refused(capsys):
+def test_dry_run_reports_missing_engines_and_the_plan_is_refused(capsys):
     assert cli.main(["train", "--dry-run", "--config", str(SFT)]) == 0
     said = capsys.readouterr().out
     assert "# engines    none" in said and "512 rows" in said and "refit" not in said
@@ -317,7 +317,7 @@ def test_the_example_trains_the_answer_and_its_end_each_token_alike():
         ([], "save_entropies", [0.0, -1.0, -2.0]),
     ],
 )
-def test_scores_of_tokens_are_recorded_where_they_are_known_or_asked_for_from_one_pass(scored, key, expected):
+def test_scores_of_tokens_are_recorded_if_known_or_requested_from_one_pass(scored, key, expected):
     tokens = np.arange(2, dtype=np.int32)
     sequences = [TrainSequence(np.full(2, n, np.int32), tokens, np.zeros(2, np.float32)) for n in range(3)]
     asked = []

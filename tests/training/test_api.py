@@ -76,7 +76,7 @@ class Scorer:
         return [self.value for _ in completions]
 
 
-def test_what_was_pickled_is_callable_in_another_process_without_its_module(tmp_path):
+def test_pickled_function_is_callable_in_another_process_without_its_module(tmp_path):
     place = tmp_path / "script.py"
     place.write_text(
         "from pathlib import Path\nfrom gdpo_nemo.training.api import inline_run\nbonus = 0.25\n"
@@ -92,13 +92,13 @@ def test_what_was_pickled_is_callable_in_another_process_without_its_module(tmp_
         ImportPath(f"{tmp_path / 'functions.pkl'}:c").load()
 
 
-def test_a_damaged_pickle_is_one_line_that_says_what_it_needs(tmp_path):
+def test_damaged_pickle_gives_one_line_with_its_requirements(tmp_path):
     (tmp_path / "functions.pkl").write_bytes(b"not a pickle")
     with pytest.raises(ConfigError, match="cannot read the objects in .*modules and the Python"):
         ImportPath(f"{tmp_path / 'functions.pkl'}:a").load()
 
 
-def test_the_config_of_such_a_run_is_loaded_and_verifies_from_its_file_alone(tmp_path):
+def test_config_of_such_a_run_is_loaded_and_verifies_from_its_file_only(tmp_path):
     run = made({"short": (lambda completions, **_: [-float(len(c)) for c in completions], 0.5)}, run__dir=str(tmp_path))
     with written(tmp_path, run.files):
         save_config(run.config, tmp_path / "config.yaml")
@@ -228,7 +228,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("module", [gdpo_nemo, algorithms], ids=["gdpo_nemo", "algorithms"])
-def test_every_public_name_is_importable_and_a_type_checker_finds_it_where_it_is(module):
+def test_every_public_name_is_importable_and_found_by_type_checkers(module):
     """Lazy imports hide types from a checker, which sees the blocks under TYPE_CHECKING only; mypy checks those."""
     tree = ast.parse(Path(module.__file__).read_text())
     [block] = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
@@ -259,7 +259,7 @@ def test_example_of_train_in_the_documentation_is_a_run_that_validates(page, tmp
         validate(run.config)
 
 
-def test_missing_config_is_one_sentence_that_says_what_there_is(tmp_path, monkeypatch):
+def test_missing_config_gives_one_sentence_that_lists_existing_configs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as caught:
         gdpo_nemo.train("base.yaml", rewards={"correct": len}, data=ROWS)

@@ -47,7 +47,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("content", ['{"state.json": ["1", 2]}', '{"/etc/passwd": [1, 2]}', "[" * 100_000])
-def test_a_list_of_files_that_is_no_list_of_this_folders_files_is_not_believed(checkpoints, content):
+def test_list_of_files_that_does_not_match_the_folder_is_not_trusted(checkpoints, content):
     checkpoints.save(RunState(step=4), shards)
     (checkpoints.path(4) / "files.json").write_text(content)
     heard = []
@@ -75,7 +75,7 @@ def test_damage_is_named_and_the_checkpoint_before_is_used(checkpoints, sentence
     assert heard == [f"checkpoint {checkpoints.path(8)} is damaged ({sentence}) and is skipped"]
 
 
-def test_what_was_passed_over_does_not_prune_what_comes_after(tmp_path):
+def test_skipped_checkpoints_do_not_prune_later_ones(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep_last=1, keep_best=0, metric=None)
     checkpoints.save(RunState(step=8), shards)
     flip(checkpoints.path(8))
@@ -107,7 +107,7 @@ def test_the_state_is_that_of_the_moment_the_checkpoint_began(checkpoints):
 
 
 @pytest.mark.parametrize("when", ["begin", "finish"])
-def test_a_failed_write_leaves_what_was_there_and_says_which_is_good(checkpoints, when):
+def test_failed_write_leaves_earlier_checkpoints_and_names_the_complete_one(checkpoints, when):
     checkpoints.save(RunState(step=2), shards)
 
     def fail(*_):
@@ -121,7 +121,7 @@ def test_a_failed_write_leaves_what_was_there_and_says_which_is_good(checkpoints
     assert [path.name for path in checkpoints.folder.iterdir()] == ["step_2"]
 
 
-def test_the_newest_and_the_best_are_kept(checkpoints):
+def test_newest_and_best_checkpoints_are_retained(checkpoints):
     for step, value in enumerate([0.1, 0.9, 0.3, 0.9, 0.2, 0.5, 0.4], 1):
         checkpoints.save(RunState(step=step, metrics={"validation/correctness": value}), shards)
     assert checkpoints.steps() == [4, 6, 7]

@@ -49,7 +49,7 @@ def test_a_component_that_is_solved_is_one_note_however_often_it_stumbles(follow
     assert "note step 4: component 'one' is solved" in shown and "ALERT" not in shown
 
 
-def test_a_penalty_that_nobody_gets_any_more_is_solved_and_one_that_everybody_gets_is_an_alert(follow):
+def test_penalty_that_no_sample_gets_is_solved_and_one_that_all_samples_get_is_an_alert(follow):
     told, _ = follow([1.0, 0.0], *[[0.0] * 4] * 3, [1.0, 0.0], *[[1.0] * 4] * 3, weight=-0.5)
     solved = (4, "note", "component 'one' is solved: for 3 steps every sample has had the best value so far")
     assert told == [solved, (8, "ALERT", f"for 3 steps, {CONSTANT.format(1.0)}")]

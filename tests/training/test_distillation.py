@@ -83,7 +83,7 @@ def groups() -> list[Group]:
     return [Group(prompt, made)]
 
 
-def test_the_advantage_of_a_token_is_how_much_more_the_teacher_likes_it(teacher):
+def test_advantage_of_a_token_is_the_difference_of_teacher_and_policy_log_probs(teacher):
     config = load_config(CONFIG, [teacher()])
     algorithm = load_algorithm(config, spec_of(config))(config, Policy(), None, None)
     (group,) = groups()
@@ -136,7 +136,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("override, sentence", REFUSED, ids=[case[0] for case in REFUSED])
-def test_what_cannot_be_distilled_is_refused_in_one_line(override, sentence, teacher, capsys):
+def test_impossible_distillation_is_refused_in_one_line(override, sentence, teacher, capsys):
     assert cli.main(["train", "--config", str(CONFIG), teacher(), override, "--dry-run"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and sentence in err and err.count("\n") == 1

@@ -49,7 +49,7 @@ def test_the_plan_counts_iterations_as_updates_of_the_same_size():
 
 
 @pytest.mark.parametrize("loss", ["clip_cov", "kl_cov", "target_po"])
-def test_an_iteration_starts_from_the_advantages_and_not_from_what_the_one_before_made_of_them(loss):
+def test_every_iteration_starts_from_the_unchanged_advantages(loss):
     overrides = {
         "clip_cov": ["loss_fn.clip_cov_ratio=0.3", "loss_fn.clip_cov_lb=-90", "loss_fn.clip_cov_ub=90"],
         "kl_cov": ["loss_fn.kl_cov_ratio=0.3"],
@@ -91,7 +91,7 @@ def adaptive(settings, entropies):
     return rows
 
 
-def test_the_weight_of_the_entropy_follows_trl_and_goes_on_after_a_resume(tmp_path):
+def test_weight_of_the_entropy_follows_trl_and_continues_after_a_resume(tmp_path):
     overrides = [
         "loss_fn.use_adaptive_entropy=true", "loss_fn.entropy_target=0.3", "loss_fn.entropy_coef_delta=0.1",
         "loss_fn.entropy_bonus=0.05", "loss_fn.entropy_coef_max=0.2",
@@ -167,12 +167,12 @@ def test_under_lora_the_reference_cannot_follow():
         validate(load_config(DEMO, overrides))
 
 
-def test_iterations_are_of_samples_alone():
+def test_iterations_apply_only_to_samples():
     with pytest.raises(ConfigError, match="gdpo.num_iterations: has no effect with an algorithm that does not sample"):
         validate(load_config(DEMO.with_name("dpo_tiny_cpu.yaml"), ["gdpo.num_iterations=2"]))
 
 
-def test_skipping_sequences_leaves_the_entropy_alone():
+def test_skipping_sequences_does_not_change_the_entropy():
     overrides = ["policy.skip_zero_advantage=true", "loss_fn.use_adaptive_entropy=true"]
     with pytest.raises(ConfigError, match="policy.skip_zero_advantage: would change the gradient"):
         validate(load_config(DEMO, overrides))

@@ -99,7 +99,7 @@ def test_an_action_gets_its_advantage_value_and_return():
     assert isinstance(algorithm.loss, ActorCriticSettings) and algorithm.loss.vf_coef == 0.1
 
 
-def test_values_are_a_running_mean_and_what_the_head_says():
+def test_values_are_the_sum_of_a_running_mean_and_the_head():
     """The head's targets are without it, and a run that goes on has it from the checkpoint."""
     algorithm, found = prepared(trajectory([3, 4, 2]))
     assert algorithm.state() == {"value_centre": 2.0}
@@ -250,7 +250,7 @@ def test_a_turn_in_which_nothing_was_written_shares_an_action():
     np.testing.assert_array_equal(found, [1.0, 2.0])
 
 
-def test_the_row_says_how_good_the_values_are_and_nothing_of_groups():
+def test_row_contains_the_quality_of_values_and_no_metrics_of_groups():
     algorithm, found = prepared(
         trajectory([3, 4]), trajectory([5], rewards={"correctness": 0.0, "format": 0.0, "length": 0.0})
     )
@@ -303,7 +303,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("override, sentence", REFUSED, ids=[case[0] for case in REFUSED])
-def test_what_cannot_be_trained_is_refused_in_one_line(override, sentence, capsys, monkeypatch):
+def test_impossible_training_is_refused_in_one_line(override, sentence, capsys, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     assert cli.main(["train", "--config", str(CONFIG), override, "--dry-run"]) == 2
     err = capsys.readouterr().err
@@ -319,7 +319,7 @@ def test_keys_of_ppo_have_no_effect_on_others():
 @pytest.mark.parametrize(
     "before, now", [("gdpo", "ppo"), ("ppo", "gdpo"), ("sft", "reward_model"), ("ppo", "reward_model")]
 )
-def test_a_run_does_not_go_on_with_another_head(before, now):
+def test_run_does_not_resume_with_another_head(before, now):
     with pytest.raises(ConfigError, match=r"^algorithm.type: cannot change .* only .* trains a "):
         check_changes([Change("algorithm.type", before, now)], "checkpoint step_1")
     check_changes([Change("algorithm.type", "gdpo", "distillation")], "checkpoint step_1")

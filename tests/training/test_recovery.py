@@ -140,7 +140,7 @@ def test_rebuilds_count_among_the_restarts_that_are_allowed():
         assert (stays.decision is Decision.RESTART) is restarts
 
 
-def test_what_stays_for_a_start_that_never_came_is_closed():
+def test_engines_retained_for_a_start_that_never_happened_are_closed():
     stays = kept()
     stays.decide(run(), InfrastructureFailed(str(LOST)))
     fleet = stays.fleet

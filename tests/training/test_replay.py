@@ -254,7 +254,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("sentence", REFUSED)
-def test_a_record_that_is_not_whole_is_refused_and_what_is_missing_is_named(run, sentence):
+def test_incomplete_record_is_refused_with_the_missing_parts(run, sentence):
     (given, spoil) = REFUSED[sentence]
     if spoil:
         spoil(run)
@@ -265,7 +265,7 @@ def test_a_record_that_is_not_whole_is_refused_and_what_is_missing_is_named(run,
     assert "\n" not in str(refused.value)
 
 
-def test_a_run_that_wrote_the_samples_of_some_groups_only_is_not_replayed(run, tmp_path):
+def test_run_with_samples_of_only_some_groups_is_not_replayed(run, tmp_path):
     record_config(config(tmp_path, "rollout.save_groups=1"), run, 2)
     with pytest.raises(ConfigError, match=r"groups of steps 3 to 4 the samples of 1 were written \(rollout.save_gro"):
         replay.plan_rerun(run, None, None)
@@ -380,7 +380,7 @@ def test_audit_compares_only_the_groups_that_the_config_saves(run, tmp_path):
     assert replay.audit_run(run) == Audit([], ["2 of 16 samples: they were not saved"], 14)
 
 
-def test_an_audit_says_what_it_could_judge(run, capsys):
+def test_audit_reports_its_coverage(run, capsys):
     from gdpo_nemo.commands.cli import main
 
     def audit() -> str:

@@ -106,7 +106,7 @@ def test_a_change_is_announced_with_its_values_and_its_first_step(run, config_fi
     assert len(announced) == 1 and announced[0].startswith(ALLOWED[override])
 
 
-def test_moved_run_is_continued_where_its_config_is(run, config_file, tmp_path, monkeypatch):
+def test_moved_run_is_continued_in_the_folder_of_its_config(run, config_file, tmp_path, monkeypatch):
     """Also under a relative path, as a copy, and by a config of its history. An override of run.dir has priority."""
     monkeypatch.chdir(tmp_path)
     function = "env={functions: {functions: {correctness: 'run/functions.pkl:correctness', format: 'runs.py:format'}}}"
@@ -195,7 +195,7 @@ def test_a_setting_that_cannot_change_on_resume_is_refused_and_nothing_is_writte
     assert contents(folder) == found
 
 
-def test_the_dry_run_tells_what_a_resume_would_change(run, config_file, tmp_path):
+def test_dry_run_reports_the_changes_of_a_resume(run, config_file, tmp_path):
     folder = run()
     config = load_config(config_file, ["gdpo.estimator=grpo", f"run.dir={folder}"])
     assert planned_changes(config)[1:] == ["gdpo.estimator: gdpo -> grpo from step 13 on"]
@@ -226,7 +226,7 @@ def test_a_run_keeps_the_date_of_its_first_start(tmp_path, run, config_file, inp
     assert run_date(load_config(config_file, ["run.date=2026-12-24"]), folder) == "2026-12-24"
 
 
-def test_a_run_from_before_dates_were_kept_says_how_to_resume_it(run, config_file, inputs):
+def test_run_without_recorded_dates_is_refused_with_the_remedy(run, config_file, inputs):
     folder = run(data="rows of another day")
     older = load_config(config_file)
     assert run_date(older, folder) is None
@@ -235,7 +235,7 @@ def test_a_run_from_before_dates_were_kept_says_how_to_resume_it(run, config_fil
         find_start(resolve(older), folder, inputs)
 
 
-def test_changes_are_held_against_the_checkpoint_not_against_a_start_that_failed(run, config_file, inputs):
+def test_changes_are_compared_with_the_checkpoint_and_not_with_a_failed_start(run, config_file, inputs):
     folder = run()
     changed = load_config(config_file, ["gdpo.estimator=grpo"])
     record_config(changed, folder, 12)  # and then no step was taken
@@ -284,7 +284,7 @@ def test_the_horizon_is_the_updates_done_and_those_to_come(config_file, override
     assert total_updates(resolve(replace(config, gdpo=replace(config.gdpo, max_num_steps=6))), done, prompts=100) == 12
 
 
-def test_the_horizon_ends_with_the_epochs_where_they_end_first(config_file):
+def test_horizon_ends_with_the_epochs_if_they_end_first(config_file):
     """Each of two epochs of 100 prompts has 6 steps of 16; where 12 steps took 3 batches more, 3 steps fewer are
     left."""
     config = load_config(config_file, ["gdpo.max_num_epochs=2", "gdpo.num_prompts_per_step=16"])

@@ -35,7 +35,7 @@ def test_modules_are_imported_while_the_block_waits(monkeypatch, tmp_path):
             time.sleep(0.01)
 
 
-def test_the_block_is_left_when_they_are_there_and_what_is_waited_for_has_a_name(monkeypatch, tmp_path):
+def test_block_ends_after_the_imports_and_the_wait_has_a_name(monkeypatch, tmp_path):
     text = "import time\nfrom gdpo_nemo.utils import progress\n"
     text += "while not (names := [p.name for p in progress.current()]):\n"
     name = wanted(monkeypatch, tmp_path, text + "    time.sleep(0.01)\n")
@@ -44,7 +44,7 @@ def test_the_block_is_left_when_they_are_there_and_what_is_waited_for_has_a_name
     assert sys.modules[name].names == ["imports"]
 
 
-def test_an_import_that_fails_is_left_to_whoever_wants_the_module(monkeypatch, tmp_path):
+def test_failed_import_is_raised_only_at_its_use(monkeypatch, tmp_path):
     name = wanted(monkeypatch, tmp_path, "raise OSError('no')\n")
     with setup._preloaded_imports():
         pass

@@ -270,7 +270,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("path, override, sentence", REFUSED, ids=[case[1] for case in REFUSED])
-def test_what_cannot_be_trained_is_refused_in_one_line(path, override, sentence, capsys, monkeypatch):
+def test_impossible_training_is_refused_in_one_line(path, override, sentence, capsys, monkeypatch):
     monkeypatch.chdir(CONFIGS.parent)
     assert cli.main(["train", "--config", str(path), override, "--dry-run"]) == 2
     err = capsys.readouterr().err

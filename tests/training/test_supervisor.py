@@ -103,7 +103,7 @@ def wait_until_said(folder: Path, word: str) -> None:
         time.sleep(0.02)
 
 
-def test_a_run_whose_process_is_killed_goes_on_and_every_restart_is_on_record(tmp_path):
+def test_run_whose_process_is_killed_continues_and_every_restart_is_recorded(tmp_path):
     (tmp_path / "status.json").write_text('{"time": 0, "step": 1, "waits": [1]}')
     status, attempts, err = run(tmp_path, "gain(number + 1); number < 2 and os.kill(os.getpid(), signal.SIGKILL)")
     assert (status, attempts) == (0, ["0", "1", "2"]), err
@@ -115,7 +115,7 @@ def test_a_run_whose_process_is_killed_goes_on_and_every_restart_is_on_record(tm
     assert left["outcome"] == "restarting" and left["reason"] == alerts[1]["text"] and left["waits"] == []
 
 
-def test_who_is_told_of_a_restart_is_not_asked_to_start_the_run_again(tmp_path):
+def test_message_about_a_restart_does_not_ask_to_start_the_run_again(tmp_path):
     status, attempts, err = run(
         tmp_path, "gain(number + 1); number or exec(\"raise InfrastructureFailed('x' + START_AGAIN)\")"
     )

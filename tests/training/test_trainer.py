@@ -172,7 +172,7 @@ def test_the_phases_of_a_run_follow_its_steps():
     assert progress.current() == []
 
 
-def test_what_a_step_trained_is_noted_before_its_weights_are_published():
+def test_trained_groups_of_a_step_are_recorded_before_the_weight_update():
     recorder = Recorder("gdpo.val_period=0", "gdpo.val_at_start=false", "checkpointing.enabled=false")
     recorder.trainer.publish()
     noted = []
@@ -512,7 +512,7 @@ def test_an_update_is_made_after_the_one_before_it_was_trained():
 
 
 @pytest.mark.parametrize("method", ["prepare", "updates", "metrics", "record", "validate"])
-def test_what_an_own_algorithm_raises_ends_the_run_in_a_sentence(method):
+def test_exception_of_a_custom_algorithm_ends_the_run_with_a_sentence(method):
     def fail(self, *arguments):
         raise KeyError("x")
         yield

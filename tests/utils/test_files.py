@@ -115,7 +115,7 @@ def test_a_broken_link_makes_its_target(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["folder", "loop", "missing"])
-def test_what_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path, kind):
+def test_failed_write_is_an_error_and_leaves_no_file(tmp_path, kind):
     path = tmp_path / "place"
     if kind == "folder":
         path.mkdir()

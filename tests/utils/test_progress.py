@@ -63,7 +63,7 @@ def test_nothing_is_collected_in_the_block_and_the_collector_works_again_after_i
     assert garbage() is None
 
 
-def test_what_lives_at_the_end_of_the_block_is_frozen_only_where_that_is_asked_for(collections):
+def test_objects_at_the_end_of_the_block_are_frozen_only_on_request(collections):
     kept = [[]]
     with importing(freeze=False):
         pass

@@ -34,7 +34,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
 ON_A_TERMINAL = ["env", "--default-signal=HUP", "setsid", "--ctty"]
 
 
-def test_a_run_whose_terminal_goes_away_ends_its_step_and_says_so_in_its_status():
+def test_run_whose_terminal_closes_ends_its_step_with_the_status_of_sighup():
     master, terminal = os.openpty()
     command = [*ON_A_TERMINAL, sys.executable, "-c", RUN, "200"]
     process = subprocess.Popen(command, env=ENVIRONMENT, stdin=terminal, stdout=terminal, stderr=terminal)
@@ -80,7 +80,7 @@ with raw_lines_in(Path(sys.argv[2])):
 """
 
 
-def test_what_libraries_write_on_standard_error_goes_to_a_file_and_not_to_the_terminal(tmp_path):
+def test_output_of_libraries_on_standard_error_goes_to_a_file_and_not_to_the_terminal(tmp_path):
     files = [tmp_path / "raw", tmp_path / "none"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     done = subprocess.run(

@@ -22,7 +22,7 @@ def mine(tmp_path):
     return write
 
 
-def test_sound_code_is_imported_here_once_with_what_it_does(mine, tmp_path):
+def test_valid_code_is_imported_once_in_this_process(mine, tmp_path):
     count = f"open({str(tmp_path / 'imports')!r}, 'a').write('x')"
     with imports_tried():
         assert ImportPath(mine(count)).load()() == 3
@@ -48,7 +48,7 @@ def test_code_that_never_comes_to_an_end_is_given_up(mine, monkeypatch):
         ImportPath(mine("while True: pass")).load()
 
 
-def test_what_an_import_has_started_ends_with_the_trial(mine, tmp_path):
+def test_processes_of_an_import_end_with_the_trial(mine, tmp_path):
     started = tmp_path / "started"
     code = (
         "import subprocess, os\np = subprocess.Popen(['sleep', '600'], close_fds=False)\n"
@@ -62,7 +62,7 @@ def test_what_an_import_has_started_ends_with_the_trial(mine, tmp_path):
     assert not _lives(int(started.read_text()))
 
 
-def test_what_a_fork_of_an_import_says_is_not_the_imports_word(mine):
+def test_output_of_a_fork_is_not_the_result_of_the_import(mine):
     forks = "import os\nif os.fork() == 0: os._exit(0)\nos.wait()\nos.kill(os.getpid(), 9)"
     with imports_tried(), pytest.raises(ConfigError, match="is killed by SIGKILL"):
         ImportPath(mine(forks)).load()

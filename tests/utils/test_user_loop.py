@@ -68,7 +68,7 @@ def test_a_signal_interrupts_a_coroutine_and_the_loop_remains(blocks, monkeypatc
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, Limit])
-def test_the_loop_survives_what_a_task_raises(kind):
+def test_loop_survives_exceptions_of_a_task(kind):
     async def leave() -> None:
         raise kind("over")
 

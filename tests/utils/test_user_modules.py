@@ -35,7 +35,7 @@ def late():
 """
 
 
-def test_files_of_two_folders_import_the_modules_of_their_own_folder(tmp_path):
+def test_files_of_two_folders_import_the_modules_of_their_folder(tmp_path):
     """Also in functions, in packages, and in modules that a module imports."""
     found = {}
     for who in ("a", "b"):

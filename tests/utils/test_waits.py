@@ -14,7 +14,7 @@ import pytest
 from gdpo_nemo.utils.waits import Patience, RunningClock, work_done
 
 
-def test_a_deadline_follows_what_was_measured_within_its_bounds():
+def test_deadline_follows_the_measured_times_within_its_bounds():
     patience = Patience(3600.0, 300.0)
     limits = []
     for seconds in (5.0, 5.0, 5.0, 80.0, 10.0, 900.0):
@@ -36,7 +36,7 @@ def test_running_clock_stops_while_the_process_is_stopped(monkeypatch):
     assert passed == [1.0, 10.0, 10.0, 12.0]
 
 
-def test_running_clock_looks_at_the_time_if_nobody_asks_in_a_forked_child_also(monkeypatch):
+def test_running_clock_advances_without_requests_also_in_a_forked_child(monkeypatch):
     """Without its thread, a wait of minutes between two questions would count as a stop."""
     monkeypatch.setattr(RunningClock, "LOOK_S", 0.01)
     clock = RunningClock()
@@ -86,7 +86,7 @@ def test_work_of_a_descendant_counts_and_a_stopped_family_does_none():
 
 
 @pytest.mark.slow
-def test_work_that_may_not_be_looked_at_is_taken_for_some(monkeypatch):
+def test_unreadable_processes_count_as_working(monkeypatch):
     """``/proc/PID/io`` is closed in some containers."""
 
     def denied(process):

@@ -67,7 +67,7 @@ def test_torch_gives_a_tensor_on_a_gpu_as_a_handle_in_this_order():
     assert places[5:8] == ["tensor.dtype", "device", "handle"] and places[ipc._DEVICE] == "device"
 
 
-def test_what_was_queued_on_a_gpu_is_done_before_the_other_process_is_told(monkeypatch):
+def test_queued_gpu_work_ends_before_the_other_process_is_notified(monkeypatch):
     waited = []
     stream = SimpleNamespace(synchronize=lambda: waited.append(True))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: waited.append(device) or stream)

@@ -12,7 +12,7 @@ def _listening() -> dict[int, str]:
     return {c.laddr.port: c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
 
 
-def test_the_store_where_a_weight_group_meets_listens_at_its_host_alone():
+def test_store_of_a_weight_group_listens_only_at_its_host():
     before = _listening()
     server = BroadcastServer("127.0.0.1", receivers=1, backend="gloo")
     found = {port: address for port, address in _listening().items() if port not in before}

@@ -102,7 +102,7 @@ def test_a_wait_for_nccl_ends_with_an_exception_when_its_time_is_up(groups, monk
     assert (group.blocking, group.limit) == ("1", limit) and os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == before
 
 
-def test_each_end_waits_as_long_as_it_was_told(groups, monkeypatch):
+def test_each_end_waits_for_its_configured_time(groups, monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
     update(BroadcastServer("127.0.0.1", 2, "nccl"), True, 1)
     assert {group.rank: group.limit.total_seconds() for group in groups} == {0: JOIN_S, 1: 30, 2: 30}
@@ -122,7 +122,7 @@ def test_an_error_of_nccls_is_a_lost_member_on_every_end_and_all_leave(groups, m
     assert server.ended and broadcast_group._groups == {} and [group.aborts for group in groups] == [1, 1, 1]
 
 
-def test_the_recorded_group_has_the_signatures_of_torchs_own():
+def test_recorded_group_has_the_signatures_of_torchs_group():
     """From the stub beside torch's extension and the methods' own words: the group itself is made on a GPU only."""
     stub = (Path(torch.__file__).with_name("_C") / "_distributed_c10d.pyi").read_text()
     declared = stub.partition("class ProcessGroupNCCL(Backend):")[2]

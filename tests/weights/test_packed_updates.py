@@ -22,7 +22,7 @@ def drawn(shapes, seed: int) -> list[tuple[str, torch.Tensor]]:
 
 
 @given(SHAPES, SHAPES)
-def test_an_update_over_an_earlier_one_is_what_it_is_in_new_memory(before, after):
+def test_update_over_an_earlier_one_equals_one_in_new_memory(before, after):
     """Its padding, which is sent along, included; whether the earlier one was smaller or larger."""
     _, memory = pack(drawn(before, 0), 0)
     manifest, packed = pack(drawn(after, 1), 1, memory=memory)
@@ -33,7 +33,7 @@ def test_an_update_over_an_earlier_one_is_what_it_is_in_new_memory(before, after
         assert name == sent and torch.equal(arrived, tensor)
 
 
-def test_what_fits_is_packed_without_new_memory_and_what_was_packed_leaves_the_weights_alone():
+def test_fitting_update_is_packed_in_place_and_does_not_change_the_weights():
     weights = drawn([(30, torch.float32), (7, torch.bfloat16)], 2)
     kept = [tensor.clone() for _, tensor in weights]
     _, memory = pack(weights, 0)

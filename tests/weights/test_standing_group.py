@@ -84,7 +84,7 @@ def test_an_engine_that_is_replaced_lost_or_added_makes_another_group(run):
     assert engines[0].counts()[2] == ["process 0 of engine 0"]
 
 
-def test_a_lone_delivery_has_a_group_of_its_own_and_leaves_the_one_that_stands(run):
+def test_single_delivery_has_a_separate_group_and_keeps_the_standing_one(run):
     engines = {0: run.engine(), 1: run.engine()}
     first = run.publish(engines)
     (descriptors, threads, standing) = engines[1].counts()
@@ -94,7 +94,7 @@ def test_a_lone_delivery_has_a_group_of_its_own_and_leaves_the_one_that_stands(r
     assert run.publish(engines) == first
 
 
-def test_a_replacement_gets_what_was_kept_and_joins_the_next_update():
+def test_replacement_gets_the_stored_weights_and_joins_the_next_update():
     """The policy has trained by then."""
     with contextlib.ExitStack() as stack:
         run = Run(stack, keep=True)
@@ -111,7 +111,7 @@ def test_a_replacement_gets_what_was_kept_and_joins_the_next_update():
         assert first != second == run.publish(engines)
 
 
-def test_an_engine_that_dies_in_an_update_ends_it_for_all_and_the_rest_goes_on(run):
+def test_engine_that_dies_in_an_update_ends_it_for_all_and_the_others_continue(run):
     engines = {0: run.engine(), 1: run.engine(), 2: run.engine()}
     first = run.publish(engines)
     os.kill(engines[1].process.pid, signal.SIGSTOP)
@@ -180,7 +180,7 @@ def test_fifty_updates_and_five_replacements_leave_nothing_behind(run):
     assert run.publish(engines)
 
 
-def test_a_receiver_without_the_group_says_so_and_waits_for_nobody():
+def test_receiver_without_the_group_raises_at_once():
     meeting = Meeting("127.0.0.1", 1, 2, "gloo", True, "gone")
     with pytest.raises(PeerLost, match="nobody is no longer a member"), joined_group(meeting, "nobody", 1, False, 600):
         pass

@@ -150,7 +150,7 @@ def test_blocks_that_change_places_and_lengths_that_differ_change_the_checksum()
 
 
 @given(st.integers(1, 10_000))
-def test_buckets_give_back_what_they_were_filled_with(bucket_bytes):
+def test_buckets_return_their_content(bucket_bytes):
     manifest = weight_metadata(model(), 3)
     buckets = divide(manifest, bucket_bytes)
     assert [e for b in buckets for e in b.entries] == list(manifest.entries)
