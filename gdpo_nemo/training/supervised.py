@@ -115,8 +115,7 @@ class PreferenceTuning(Algorithm["PromptBatch", PreparedPairs]):
         """Return the sequences of each update, with log-probs of the initial model if the objective needs them."""
         updates = _updates(_numbered(batch.prompts), self.config)
         for update in updates if self._reference else ():
-            for sequence, values in zip(update, self.policy.logprobs(update, reference=True)):
-                sequence.reference_logprobs = values
+            self._set_reference_logprobs(update)
         return PreparedPairs(updates, [0.0] * len(updates))
 
     def updates(self, prepared: PreparedPairs) -> Iterator[list[TrainSequence]]:
@@ -151,8 +150,7 @@ class PreferenceTuning(Algorithm["PromptBatch", PreparedPairs]):
         sequences = self._held_out(evaluated)
         now = self.policy.logprobs(sequences)
         if self._reference:
-            for sequence, values in zip(sequences, self.policy.logprobs(sequences, reference=True)):
-                sequence.reference_logprobs = values
+            self._set_reference_logprobs(sequences)
         settings = self._update_settings(sequences, self._kl(sequences) if self._estimates_kl else 0.0)
         values = np.concatenate([s.where_written(found) for s, found in zip(sequences, now)])
         loss, metrics = preference_loss(torch.from_numpy(values), None, _fields(sequences), settings)
