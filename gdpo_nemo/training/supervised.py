@@ -179,10 +179,9 @@ class PreferenceTuning(Algorithm["PromptBatch", PreparedPairs]):
             return 0.0
         now = self.policy.logprobs(mismatched)
         reference = self.policy.logprobs(mismatched, reference=True)
-        gaps = [
-            float((s.where_written(a) - s.where_written(b)).sum(dtype=np.float64))
-            for s, a, b in zip(mismatched, now, reference)
-        ]
+        gaps = []
+        for s, a, b in zip(mismatched, now, reference, strict=True):
+            gaps.append(float((s.where_written(a) - s.where_written(b)).sum(dtype=np.float64)))
         return max(float(np.mean(gaps)), 0.0)
 
 
@@ -227,11 +226,13 @@ def _mismatched(update: Sequence[TrainSequence]) -> list[TrainSequence]:
     rows = list(chain.from_iterable(by_prompt.values()))
     largest = max(map(len, by_prompt.values()))
     answers = rows[-largest:] + rows[:-largest]
-    return [
-        TrainSequence(s.prompt_ids, other.completion_ids, other.sampler_logprobs, loss_mask=other.loss_mask)
-        for s, other in zip(rows, answers, strict=True)
-        if not np.array_equal(s.prompt_ids, other.prompt_ids)
-    ]
+    found = []
+    for s, other in zip(rows, answers, strict=True):
+        if not np.array_equal(s.prompt_ids, other.prompt_ids):
+            found.append(
+                TrainSequence(s.prompt_ids, other.completion_ids, other.sampler_logprobs, loss_mask=other.loss_mask)
+            )
+    return found
 
 
 def _scored(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
