@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gdpo_nemo.algorithms.advantages import Advantages as Advantages, compute_advantages as compute_advantages
-    from gdpo_nemo.algorithms.diagnostics import (
-        Diagnostics as Diagnostics,
-    )
+    from gdpo_nemo.algorithms.diagnostics import Diagnostics as Diagnostics
     from gdpo_nemo.algorithms.estimators import (
         ESTIMATORS as ESTIMATORS,
         Terms as Terms,
@@ -23,63 +21,37 @@ if TYPE_CHECKING:
     from gdpo_nemo.algorithms.loss_settings import LossSettings as LossSettings, OffPolicySettings as OffPolicySettings
     from gdpo_nemo.algorithms.losses import (
         LOSSES as LOSSES,
-        LossMetrics as LossMetrics,
         TokenFields as TokenFields,
-        importance_ratio as importance_ratio,
         token_weights as token_weights,
     )
-    from gdpo_nemo.algorithms.offpolicy import CORRECTIONS as CORRECTIONS, level_ratio as level_ratio
-    from gdpo_nemo.algorithms.rewards import (
-        SHAPING_RULES as SHAPING_RULES,
-        apply_shaping as apply_shaping,
-        check_shaping as check_shaping,
-    )
-    from gdpo_nemo.algorithms.selection import check_selection as check_selection
+    from gdpo_nemo.algorithms.offpolicy import CORRECTIONS as CORRECTIONS
+    from gdpo_nemo.algorithms.rewards import apply_shaping as apply_shaping, check_shaping as check_shaping
     from gdpo_nemo.algorithms.settings import PRESETS as PRESETS, Settings as Settings
     from gdpo_nemo.algorithms.table import RewardTable as RewardTable
     from gdpo_nemo.algorithms.target_po import target_po_coefficients as target_po_coefficients
 
-_HOMES = {
-    "advantages": (
-        "Advantages",
-        "compute_advantages",
-    ),
-    "diagnostics": ("Diagnostics",),
-    "estimators": (
-        "ESTIMATORS",
-        "Terms",
-        "weighted_terms",
-        "z_scores",
-    ),
-    "loss_settings": (
-        "LossSettings",
-        "OffPolicySettings",
-    ),
-    "losses": (
-        "LOSSES",
-        "LossMetrics",
-        "TokenFields",
-        "importance_ratio",
-        "token_weights",
-    ),
-    "offpolicy": (
-        "CORRECTIONS",
-        "level_ratio",
-    ),
-    "rewards": (
-        "SHAPING_RULES",
-        "apply_shaping",
-        "check_shaping",
-    ),
-    "selection": ("check_selection",),
-    "settings": (
-        "PRESETS",
-        "Settings",
-    ),
-    "table": ("RewardTable",),
-    "target_po": ("target_po_coefficients",),
+_HOME = {
+    "Advantages": "advantages",
+    "compute_advantages": "advantages",
+    "Diagnostics": "diagnostics",
+    "ESTIMATORS": "estimators",
+    "Terms": "estimators",
+    "weighted_terms": "estimators",
+    "z_scores": "estimators",
+    "LossSettings": "loss_settings",
+    "OffPolicySettings": "loss_settings",
+    "LOSSES": "losses",
+    "TokenFields": "losses",
+    "token_weights": "losses",
+    "CORRECTIONS": "offpolicy",
+    "apply_shaping": "rewards",
+    "check_shaping": "rewards",
+    "PRESETS": "settings",
+    "Settings": "settings",
+    "RewardTable": "table",
+    "target_po_coefficients": "target_po",
 }
-_HOME = {name: module for module, names in _HOMES.items() for name in names}
+"""Module of each public name."""
 
 __all__ = sorted(_HOME)
 

@@ -9,7 +9,6 @@ can be checked quickly. The classes are not frozen, because OmegaConf makes sect
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Dict, Optional
 
@@ -144,12 +143,6 @@ class LossSettings:
                 f"loss_fn.{'entropy_bonus' if self.entropy_bonus else 'use_adaptive_entropy'} applies to every sequence"
             )
         return None
-
-    @classmethod
-    def from_mapping(cls, section: Mapping[str, Any]) -> LossSettings:
-        """Create the settings from a plain `loss_fn` mapping, in which `off_policy` is a nested mapping."""
-        values = dict(section)
-        return cls(**{**values, "off_policy": OffPolicySettings(**values.get("off_policy", {}))})
 
 
 @dataclass(frozen=True)

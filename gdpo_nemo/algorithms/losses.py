@@ -211,8 +211,6 @@ LOSSES: dict[str, Loss] = {
     "target_po": Loss(reinforce, reads=_TARGET, by_group=True, skips_zero_advantage=True),
     "reinforce": Loss(reinforce, reads=("aggregation",), has_ratio=False, skips_zero_advantage=True),
 }
-LOSS_KEYS = tuple(dict.fromkeys(key for loss in LOSSES.values() for key in loss.reads))
-"""Keys of `loss_fn` that only some losses read."""
 
 
 # -- KL to the reference --------------------------------------------------------------------------------------------

@@ -88,8 +88,6 @@ CORRECTIONS: dict[str, Correction] = {
     "mask": Correction(mask, reads=("level", "ratio_max", "ratio_min"), skips_zero_advantage=True),
     "icepop": Correction(icepop, reads=("level", "ratio_max", "ratio_min"), by_token=True, skips_zero_advantage=True),
 }
-CORRECTION_KEYS = tuple(dict.fromkeys(key for correction in CORRECTIONS.values() for key in correction.reads))
-"""Keys of `loss_fn.off_policy` that only some corrections read."""
 
 
 def sequence_keep_mask(logprobs: Tensor, fields: TokenFields, threshold: float) -> Tensor:

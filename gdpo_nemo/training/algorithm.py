@@ -96,6 +96,11 @@ class Algorithm[Batch, Prepared](ABC):
         """Receive the result of an update, directly after the update."""
         return
 
+    def _set_reference_logprobs(self, sequences: list[TrainSequence]) -> None:
+        """Set the log-probs of the initial model in all sequences."""
+        for sequence, values in zip(sequences, self.policy.logprobs(sequences, reference=True), strict=True):
+            sequence.reference_logprobs = values
+
     def state(self) -> dict[str, Any]:
         """Return the algorithm's state for a checkpoint, with values that ``utils.state.to_json`` supports."""
         return {}

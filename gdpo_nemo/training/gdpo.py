@@ -202,8 +202,7 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
                 for sequence, values in zip(scored, scores.logprobs(scored)):
                     sequence.old_logprobs = values
             if self.loss.reference_policy_kl_penalty:
-                for sequence, values in zip(update, self.policy.logprobs(update, reference=True)):
-                    sequence.reference_logprobs = values
+                self._set_reference_logprobs(update)
         sequences = list(chain.from_iterable(updates))
         known = []
         for column in scores.recorded(sequences):

@@ -101,19 +101,13 @@ def read_inputs(resolved: Resolved, splits: Sequence[str]) -> Inputs:
     if algorithm.samples:
         _check_custom_transport(config.weights)
         rollout_methods(config)
-    prompt_limit = max_prompt_tokens(config.policy)
     with phase("data"):
-        sources = {
-            split: source_of(resolved.algorithm)(
-                getattr(config.data, split),
-                environments,
-                tokenizer,
-                split=split,
-                seed=config.run.seed,
-                max_prompt_tokens=prompt_limit,
-            )
-            for split in splits
-        }
+        make_source = partial(
+            source_of(resolved.algorithm), seed=config.run.seed, max_prompt_tokens=max_prompt_tokens(config.policy)
+        )
+        sources = {}
+        for split in splits:
+            sources[split] = make_source(getattr(config.data, split), environments, tokenizer, split=split)
     if algorithm.samples:
         with phase("preflight"):
             _preflight(environments, sources)

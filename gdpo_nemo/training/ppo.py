@@ -103,9 +103,9 @@ class PPO(GDPO):
             measured["rollout/reference_kl"] = self._subtract_kl(rewards, trajectories, sequences, scores)
         centre = self._centre(rewards)
         known = by_trajectory(sequences, values, trajectories)
-        uncentred = [
-            t.where_written(known[number]).astype(np.float64) + centre for number, t in enumerate(trajectories)
-        ]
+        uncentred = []
+        for number, t in enumerate(trajectories):
+            uncentred.append(t.where_written(known[number]).astype(np.float64) + centre)
         credit = token_credit(rewards, uncentred, self.config.ppo)
         for s, old in zip(sequences, values, strict=True):
             advantages, returns = credit.advantages[s.trajectory], credit.returns[s.trajectory]

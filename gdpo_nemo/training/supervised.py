@@ -115,8 +115,7 @@ class PreferenceTuning(Algorithm["PromptBatch", PreparedPairs]):
         """Return the sequences of each update, with log-probs of the initial model if the objective needs them."""
         updates = _updates(_numbered(batch.prompts), self.config)
         for update in updates if self._reference else ():
-            for sequence, values in zip(update, self.policy.logprobs(update, reference=True)):
-                sequence.reference_logprobs = values
+            self._set_reference_logprobs(update)
         return PreparedPairs(updates, [0.0] * len(updates))
 
     def updates(self, prepared: PreparedPairs) -> Iterator[list[TrainSequence]]:
@@ -151,8 +150,7 @@ class PreferenceTuning(Algorithm["PromptBatch", PreparedPairs]):
         sequences = self._held_out(evaluated)
         now = self.policy.logprobs(sequences)
         if self._reference:
-            for sequence, values in zip(sequences, self.policy.logprobs(sequences, reference=True)):
-                sequence.reference_logprobs = values
+            self._set_reference_logprobs(sequences)
         settings = self._update_settings(sequences, self._kl(sequences) if self._estimates_kl else 0.0)
         values = np.concatenate([s.where_written(found) for s, found in zip(sequences, now)])
         loss, metrics = preference_loss(torch.from_numpy(values), None, _fields(sequences), settings)
@@ -181,10 +179,9 @@ class PreferenceTuning(Algorithm["PromptBatch", PreparedPairs]):
             return 0.0
         now = self.policy.logprobs(mismatched)
         reference = self.policy.logprobs(mismatched, reference=True)
-        gaps = [
-            float((s.where_written(a) - s.where_written(b)).sum(dtype=np.float64))
-            for s, a, b in zip(mismatched, now, reference)
-        ]
+        gaps = []
+        for s, a, b in zip(mismatched, now, reference, strict=True):
+            gaps.append(float((s.where_written(a) - s.where_written(b)).sum(dtype=np.float64)))
         return max(float(np.mean(gaps)), 0.0)
 
 
@@ -229,11 +226,13 @@ def _mismatched(update: Sequence[TrainSequence]) -> list[TrainSequence]:
     rows = list(chain.from_iterable(by_prompt.values()))
     largest = max(map(len, by_prompt.values()))
     answers = rows[-largest:] + rows[:-largest]
-    return [
-        TrainSequence(s.prompt_ids, other.completion_ids, other.sampler_logprobs, loss_mask=other.loss_mask)
-        for s, other in zip(rows, answers, strict=True)
-        if not np.array_equal(s.prompt_ids, other.prompt_ids)
-    ]
+    found = []
+    for s, other in zip(rows, answers, strict=True):
+        if not np.array_equal(s.prompt_ids, other.prompt_ids):
+            found.append(
+                TrainSequence(s.prompt_ids, other.completion_ids, other.sampler_logprobs, loss_mask=other.loss_mask)
+            )
+    return found
 
 
 def _scored(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:

@@ -397,9 +397,10 @@ def test_parity_is_measured_against_the_trainer_even_if_the_sampler_is_old_polic
 )
 def test_impossible_settings_are_refused(settings, message):
     fields = TokenFields(torch.ones(2), torch.ones(2), torch.tensor([0, 0]), 1)
-    policy_loss(torch.zeros(2), None, fields, LossSettings.from_mapping({}))
+    policy_loss(torch.zeros(2), None, fields, LossSettings())
+    off_policy = OffPolicySettings(**settings.get("off_policy", {}))
     with pytest.raises(ValueError, match=message):
-        policy_loss(torch.zeros(2), None, fields, LossSettings.from_mapping(settings))
+        policy_loss(torch.zeros(2), None, fields, LossSettings(**{**settings, "off_policy": off_policy}))
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -467,7 +468,7 @@ def test_gspo_has_the_gradient_of_its_sequence_form_under_every_correction_it_ta
     "off_policy", [{"mode": "truncate"}, {"mode": "mask"}, *({"mode": "icepop", "level": x} for x in LEVELS)]
 )
 def test_gspo_refuses_corrections_that_would_make_it_another_loss(off_policy):
-    settings = LossSettings.from_mapping({"type": "gspo", "off_policy": off_policy})
+    settings = LossSettings(type="gspo", off_policy=OffPolicySettings(**off_policy))
     with pytest.raises(ValueError, match="off_policy: per-token weights .* conflict with the sequence-level loss"):
         Batch("token_mean").loss(settings)
 
