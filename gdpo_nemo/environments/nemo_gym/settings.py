@@ -247,7 +247,10 @@ def _all_components(reply: Mapping[str, Any]) -> dict[str, float | None]:
     for name in values:
         if not name or len(name) > 100 or "/" in name or not name.isprintable() or name == "total":
             raise Failure(FailureKind.BAD_REPLY, f"{printable(name, 40)!r} is not a valid component name")
-    return {name: None if value is None else finite_number(value, name) for name, value in values.items()}
+    rewards: dict[str, float | None] = {}
+    for name, value in values.items():
+        rewards[name] = None if value is None else finite_number(value, name)
+    return rewards
 
 
 def _check_sum(reply: Mapping[str, Any]) -> None:
