@@ -69,7 +69,7 @@ class ReasoningGym(Environment):
         """
         split_seed = int.from_bytes(hashlib.sha256(f"{split}/{seed}".encode()).digest()[:4], "little")
         entries = self._make(size=size or DEFAULT_ROWS, seed=split_seed)
-        rows = []
+        rows: list[Mapping[str, Any]] = []
         for entry in entries:
             rows.append({"prompt": entry["question"], "answer": entry["answer"], "metadata": entry["metadata"]})
         return rows
