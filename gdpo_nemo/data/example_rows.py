@@ -73,6 +73,8 @@ class ExampleReader:
     def __init__(self, split: str, kind: str, how: Any, prompt_key: str | None = None):
         self._split = split
         self._kind = kind
+        self._answers = [name for name in FIELDS[kind] if name != "label"]
+        """Columns of the answers in TRL's formats."""
         self._prompt_key = prompt_key
         self._read = self._reader(how)
 
@@ -141,9 +143,7 @@ class ExampleReader:
             return self._continued(row)
         prompt_column = PROMPT_COLUMNS[form]
         columns = FORMATS.get(form, {}) if self._kind != "single" else {}
-        answers = {
-            name: _needed(row, columns.get(name, name), (str, list)) for name in FIELDS[self._kind] if name != "label"
-        }
+        answers = {name: _needed(row, columns.get(name, name), (str, list)) for name in self._answers}
         if prompt_column is None or (prompt_column not in row and form == "argilla" and prefix == "chat_template"):
             first = next(iter(answers.values()))
             prompt = [] if isinstance(first, str) else list(_messages(first, "chosen")[:-1])
@@ -164,7 +164,7 @@ class ExampleReader:
     def _continued(self, row: Row) -> Row:
         """Parse axolotl's chat_template.default: a conversation in ``messages``, and answers that continue it."""
         example: Row = {"prompt": _messages(_needed(row, "messages", list), "messages"), "label": row.get("label")}
-        for name in (name for name in FIELDS[self._kind] if name != "label"):
+        for name in self._answers:
             value = row.get(name)
             example[name] = _messages([value] if isinstance(value, Mapping) else value, name)
         return example

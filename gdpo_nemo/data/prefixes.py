@@ -281,7 +281,10 @@ def _by_states(members: list[int], sequences: Sequence[TrainSequence]) -> list[_
             groups[-1] = _Piece([*group, index], min(common, smallest))
         else:
             groups.append(_Piece([index], _shareable(sequence)))
-    return [_Piece(sorted(group.members), group.common if len(group.members) > 1 else 0) for group in groups]
+    pieces = []
+    for group, common in groups:
+        pieces.append(_Piece(sorted(group), common if len(group) > 1 else 0))
+    return pieces
 
 
 def _shareable(sequence: TrainSequence) -> int:

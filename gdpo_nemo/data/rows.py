@@ -114,7 +114,7 @@ def _rows_of_environment(dataset: DatasetConfig, environments: Mapping[str, Any]
     environment = environments[name]
     if not environment.makes_rows:
         raise ConfigError(f"data.{split}.path: must be set because the environment {name!r} does not generate prompts")
-    rows = [dict(row) for row in environment.rows(dataset.split or split, dataset.size, seed)]
+    rows: list[Row] = list(map(dict, environment.rows(dataset.split or split, dataset.size, seed)))
     _check_texts(rows, f"data.{split}: {name!r} returned an invalid row")
     return rows
 
@@ -166,7 +166,7 @@ def _rows_of_function(import_path: str, key: str) -> list[Row]:
     """Call a user-defined function that returns a list of rows or a Hugging Face dataset, and return its rows."""
     try:
         with exits_contained():
-            rows = [dict(row) for row in ImportPath(import_path).load()()]
+            rows: list[Row] = list(map(dict, ImportPath(import_path).load()()))
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
     except Exception as error:  # user code may raise any exception

@@ -91,9 +91,9 @@ class EnvironmentPool:
             self._check_known(trajectory.prompt, remote_names=self._remote.names)
         with self._remote.verifying(trajectories) as wait_for_remote:
             local = [t for t in trajectories if t.prompt.environment in self._environments]
-            verdicts = iter(self._run(worker.verify, local, _failed))
+            verdicts = self._run(worker.verify, local, _failed)
             remote = wait_for_remote()
-        return [remote[i] if i in remote else next(verdicts) for i in range(len(trajectories))]
+        return _in_order(remote, verdicts)
 
     def step(self, steps: Sequence[EpisodeStep]) -> list[EpisodeReply]:
         """Run one step of every episode and return the replies, in order. Timeouts, dead workers and errors are handled
@@ -103,11 +103,8 @@ class EnvironmentPool:
         remote_steps = {i: step for i, step in enumerate(steps) if step.prompt.environment in self._remote.names}
         wait_for_remote = self._remote.replies(remote_steps)
         local = [step for i, step in enumerate(steps) if i not in remote_steps]
-        replies = iter(
-            self._run(worker.step, local, lambda detail: EpisodeReply(outcome=Outcome.ENV_FAILED, detail=detail))
-        )
-        remote = wait_for_remote()
-        return [remote[i] if i in remote else next(replies) for i in range(len(steps))]
+        replies = self._run(worker.step, local, lambda detail: EpisodeReply(outcome=Outcome.ENV_FAILED, detail=detail))
+        return _in_order(wait_for_remote(), replies)
 
     async def step_one(self, step: EpisodeStep) -> EpisodeReply:
         """Run one step and return its reply. If a server runs the step, no thread waits for it. Cancelling the call
@@ -290,6 +287,14 @@ class EnvironmentPool:
     def _check_open(self) -> None:
         if self._closed:
             raise RunError("the environment pool was closed during verification")
+
+
+def _in_order(remote: Mapping[int, Any], local: Sequence[Any]) -> list[Any]:
+    """Return all answers in the order of their requests, given the remote ones by index."""
+    answers = list(local)
+    for index in sorted(remote):
+        answers.insert(index, remote[index])
+    return answers
 
 
 def _failed(detail: str) -> Verdict:

@@ -606,8 +606,9 @@ def _names_from_program(job: Mapping[str, Any]) -> list[tuple[str, bool]]:
     """
     if job["names"] is not None:
         return [(name, False) for name in job["names"]]
-    trees = [ast.parse(text) for text in (job["setup"], *job["tests"])]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
+    nodes: list[ast.AST] = []
+    for text in (job["setup"], *job["tests"]):
+        nodes += ast.walk(ast.parse(text))
     defined = {*vars(builtins), "__name__"}
     modules = set()
     for node in nodes:

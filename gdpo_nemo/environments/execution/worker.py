@@ -88,32 +88,37 @@ def verify(name: str, trajectories: Sequence[Trajectory], time_limit_s: float, s
     environment = _environments[name]
     if isinstance(environment, Fault):
         return environment
-    # The driver enforces the time limit. This additional timer works without the driver and without the interpreter
-    # lock, so code that hangs in a C extension does not outlive a killed driver.
+    with _task(time_limit_s):
+        try:
+            _seed(seed, name, trajectories)
+            with exit_status_marked(EXIT_CALLED):
+                verdicts = environment.verify(trajectories)
+            return checked_verdicts(tuple(environment.reward_names), trajectories, verdicts)
+        except GdpoError as error:
+            return Fault(f"environment {name!r}: {error}")
+        except BaseException as error:  # also catches sys.exit() in a reward function
+            # ``__class__`` is the user's class even if a wrapper holds the object; ``type()`` would be the wrapper's.
+            return Fault(f"environment {name!r}: {environment.__class__.__name__}.verify raised {first_line(error)}")
+
+
+@contextlib.contextmanager
+def _task(time_limit_s: float) -> Iterator[None]:
+    """Exit if the block exceeds the time limit, and undo changes of timers and signal handlers at its end, so that the
+    next task is not affected.
+
+    The driver enforces the time limit. This additional timer works without the driver and without the interpreter lock,
+    so code that hangs in a C extension does not outlive a killed driver.
+    """
     faulthandler.dump_traceback_later(time_limit_s + _GRACE_S, exit=True)
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
-        _seed(seed, name, trajectories)
-        with exit_status_marked(EXIT_CALLED):
-            verdicts = environment.verify(trajectories)
-        return checked_verdicts(tuple(environment.reward_names), trajectories, verdicts)
-    except GdpoError as error:
-        return Fault(f"environment {name!r}: {error}")
-    except BaseException as error:  # also catches sys.exit() in a reward function
-        # ``__class__`` is the user's class even if a wrapper holds the object; ``type()`` would be the wrapper's class.
-        return Fault(f"environment {name!r}: {environment.__class__.__name__}.verify raised {first_line(error)}")
+        yield
     finally:
         faulthandler.cancel_dump_traceback_later()
-        _restore(handlers)
-
-
-def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
-    """Cancel the alarm timer and restore signal handlers that a verifier changed, so that the next task is not
-    affected."""
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    for number, handler in handlers.items():
-        if handler is not None and signal.getsignal(number) is not handler:
-            signal.signal(number, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in handlers.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
 
 
 def step(name: str, steps: Sequence[EpisodeStep], time_limit_s: float, seed: int) -> list[EpisodeReply] | Fault:
@@ -122,23 +127,19 @@ def step(name: str, steps: Sequence[EpisodeStep], time_limit_s: float, seed: int
     environment = _environments[name]
     if isinstance(environment, Fault):
         return environment
-    faulthandler.dump_traceback_later(time_limit_s + _GRACE_S, exit=True)
-    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     replies = []
-    try:
-        for request in steps:
-            # All samples of a prompt are reset with the same seed, so that a group answers the same question.
-            _seed(seed, name, [request], f"/{request.turn}" if request.turn else None)
-            with exit_status_marked(EXIT_CALLED):
-                replies.append(advance(environment, request))
-        return replies
-    except GdpoError as error:
-        return Fault(f"environment {name!r}: {error}")
-    except BaseException as error:
-        return Fault(f"environment {name!r}: the episode raised {first_line(error)}")
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-        _restore(handlers)
+    with _task(time_limit_s):
+        try:
+            for request in steps:
+                # All samples of a prompt are reset with the same seed, so that a group answers the same question.
+                _seed(seed, name, [request], f"/{request.turn}" if request.turn else None)
+                with exit_status_marked(EXIT_CALLED):
+                    replies.append(advance(environment, request))
+            return replies
+        except GdpoError as error:
+            return Fault(f"environment {name!r}: {error}")
+        except BaseException as error:
+            return Fault(f"environment {name!r}: the episode raised {first_line(error)}")
 
 
 def _seed(seed: int, name: str, trajectories: Sequence[Trajectory | EpisodeStep], turn: str | None = "") -> None:

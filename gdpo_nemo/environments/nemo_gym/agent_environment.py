@@ -189,8 +189,10 @@ def with_attempts(response: Mapping[str, Any], reply: Mapping[str, Any]) -> Mapp
     Raises:
         Failure: BAD_REPLY if the attempts have no outputs.
     """
+    items: list[Any] = []
     try:
-        items = [item for attempt in reply.get("all_attempts") or () for item in attempt["response"]["output"]]
+        for attempt in reply.get("all_attempts") or ():
+            items += attempt["response"]["output"]
     except (KeyError, TypeError):
         raise Failure(FailureKind.BAD_REPLY, "all_attempts is not a list of attempts with a response") from None
     output = response.get("output")

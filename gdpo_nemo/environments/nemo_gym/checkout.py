@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,7 +107,7 @@ def _names_in_code(text: str) -> set[str] | None:
     except (SyntaxError, ValueError, RecursionError):
         return None
     names: set[str] = set()
-    for value in (value for node in nodes for value in _assigned(node)):
+    for value in chain.from_iterable(map(_assigned, nodes)):
         if isinstance(value, ast.Name) and value.id == _COMPONENTS:
             continue
         keys: Sequence[ast.expr | None] = value.keys if isinstance(value, ast.Dict) else [None]

@@ -202,9 +202,10 @@ async def preflight(
             await client.reach(f"{verifier.routes.servers[server]}/", settings.limits.request_timeout_s)
         except Failure as failure:
             raise RunError(f"server {server} at {verifier.routes.servers[server]}: {failure}") from None
-    return {
-        server: await _components(settings, verifier, server, prompt) for server, prompt in prompt_by_server.items()
-    }
+    components = {}
+    for server, prompt in prompt_by_server.items():
+        components[server] = await _components(settings, verifier, server, prompt)
+    return components
 
 
 async def _components(settings: Settings, verifier: Verifier, server: str, prompt: Prompt) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import yaml
 
 from gdpo_nemo.data.conversation import output_items
 from gdpo_nemo.data.records import Trajectory
-from gdpo_nemo.data.replies import Reply
+from gdpo_nemo.data.replies import Reply, parsed_arguments
 from gdpo_nemo.environments.base import character_spans
 from gdpo_nemo.environments.http_client import HttpClient, base_url
 from gdpo_nemo.environments.nemo_gym.settings import Settings
@@ -160,7 +160,7 @@ def _append_item(messages: list[dict[str, Any]], item: Any) -> None:
         role = _ROLES.get(item["role"], item["role"])
         messages.append({"role": role, "content": _text(item.get("content"))})
     elif kind == "function_call":
-        function = {"name": item.get("name"), "arguments": _arguments(item.get("arguments"))}
+        function = {"name": item.get("name"), "arguments": parsed_arguments(item.get("arguments"))}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
@@ -182,15 +182,6 @@ def _text(content: Any) -> str:
     if len(texts) != len(parts):
         raise ConfigError("responses_create_params.input contains content other than text")
     return "".join(texts)
-
-
-def _arguments(arguments: Any) -> Any:
-    """Parse the JSON arguments of a tool call, because chat templates expect an object. Return invalid JSON
-    unchanged."""
-    try:
-        return json.loads(arguments)
-    except (TypeError, ValueError):
-        return arguments
 
 
 def _chat_tool(tool: Any) -> dict[str, Any]:

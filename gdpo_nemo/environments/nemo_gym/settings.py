@@ -19,23 +19,23 @@ STRAGGLER_GRACE_S = 5.0
 class Limits:
     """Limits on time, reply size and concurrency."""
 
-    concurrency: int
+    concurrency: int = 256
     """Maximum number of requests in flight to one server."""
-    deadline_s: float
+    deadline_s: float = 60.0
     """Time limit of one trajectory in seconds, from its first request, including retries and pauses."""
-    request_timeout_s: float
+    request_timeout_s: float = 30.0
     """Time limit of one request in seconds."""
-    retries: int
+    retries: int = 5
     """Maximum number of retries after a transport failure, a 5xx or a 429 reply."""
-    max_reply_bytes: int
+    max_reply_bytes: int = 8 * 2**20
     """Maximum size of a reply in bytes."""
-    max_json_depth: int
+    max_json_depth: int = 100
     """Maximum nesting depth of a reply."""
-    min_valid: int | None
+    min_valid: int | None = None
     """Number of valid members of a group after which ``straggler_grace_s`` starts, or None to wait for all members."""
-    straggler_grace_s: float
+    straggler_grace_s: float = STRAGGLER_GRACE_S
     """Seconds to wait for the remaining members of a group that has ``min_valid`` valid members."""
-    group_deadline_s: float | None
+    group_deadline_s: float | None = None
     """Time limit of a group in seconds, from its first request, or None for no limit."""
 
 
@@ -69,15 +69,7 @@ def read_settings(options: Mapping[str, Any] | None) -> Settings:
         seed_session=True,
         split_reasoning=False,
         api_key_env=None,
-        concurrency=256,
-        deadline_s=60.0,
-        request_timeout_s=30.0,
-        retries=5,
-        max_reply_bytes=8 * 2**20,
-        max_json_depth=100,
-        min_valid=None,
-        straggler_grace_s=STRAGGLER_GRACE_S,
-        group_deadline_s=None,
+        **vars(Limits()),
     )
     if bool(chosen.servers) == (chosen.head_server is not None):
         raise ConfigError("set either servers: {name: url} or head_server: url")
@@ -247,7 +239,10 @@ def _all_components(reply: Mapping[str, Any]) -> dict[str, float | None]:
     for name in values:
         if not name or len(name) > 100 or "/" in name or not name.isprintable() or name == "total":
             raise Failure(FailureKind.BAD_REPLY, f"{printable(name, 40)!r} is not a valid component name")
-    return {name: None if value is None else finite_number(value, name) for name, value in values.items()}
+    rewards: dict[str, float | None] = {}
+    for name, value in values.items():
+        rewards[name] = None if value is None else finite_number(value, name)
+    return rewards
 
 
 def _check_sum(reply: Mapping[str, Any]) -> None:

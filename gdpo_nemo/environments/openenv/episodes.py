@@ -176,10 +176,8 @@ class OpenEnv(Environment):
             self._end_episode(state)
         else:
             self._start_idle_timer(state)
-        return EpisodeReply(b"" if result.done else state, observation, self._rewards(result), result.done)
-
-    def _rewards(self, result: StepResult) -> dict[str, float | None]:
-        return {self.settings.reward: result.reward}
+        rewards = {self.settings.reward: result.reward}
+        return EpisodeReply(b"" if result.done else state, observation, rewards, result.done)
 
     async def _open_and_reset(self, arguments: Mapping[str, Any]) -> tuple[EnvSession, StepResult]:
         """Open a session and reset its environment, with retries. Return the session and the result of the reset.

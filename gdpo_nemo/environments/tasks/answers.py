@@ -184,10 +184,10 @@ def json_schema(
     one schema per completion.
     """
     schemas = schema if isinstance(schema, (list, tuple)) else [schema] * len(completions)
-    return [
-        float(_is_valid_json(completion_text(completion), row_schema))
-        for completion, row_schema in zip(completions, schemas)
-    ]
+    rewards = []
+    for completion, row_schema in zip(completions, schemas):
+        rewards.append(float(_is_valid_json(completion_text(completion), row_schema)))
+    return rewards
 
 
 def length(

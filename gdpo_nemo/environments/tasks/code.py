@@ -130,11 +130,11 @@ class Code(Environment):
     def _run_inputs(self, program: str, check: Mapping[str, Any]) -> tuple[list[sandbox.Run], list[bool]]:
         """Run the program on each input. Tests whose input was not tried are not passed."""
         runs = sandbox.run_inputs(program, check["inputs"], self._limits)
-        passed = [
-            run.succeeded and _same_output(run.output.decode(errors="replace"), expected)
-            for run, expected in zip(runs, check["outputs"])
-        ]
-        return runs, passed + [False] * (len(check["outputs"]) - len(runs))
+        passed = [False] * len(check["outputs"])
+        for index, run in enumerate(runs):
+            output = run.output.decode(errors="replace")
+            passed[index] = run.succeeded and _same_output(output, check["outputs"][index])
+        return runs, passed
 
     def _time(self, cpu_s: float) -> float:
         """Return the component ``time`` of a program that passed all tests."""

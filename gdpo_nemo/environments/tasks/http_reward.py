@@ -146,11 +146,14 @@ def _read(reply: Any, completions: Sequence[Any]) -> list[float | Failure | Span
     if every is not None and (not isinstance(every, list) or len(every) != count):
         raise _bad(f"spans must be a list with one entry for each of {count} completions")
     try:
-        rewards = [reward_value(value, "a reward in the reply") for value in values]
-        return [
-            reward if spans is None else SpanReward(reward, character_spans(spans, _characters(text), "spans"))
-            for reward, spans, text in zip(rewards, every or [None] * count, completions)
-        ]
+        rewards: list[float | Failure | SpanReward | None] = []
+        for value, spans, text in zip(values, every or [None] * count, completions):
+            reward = reward_value(value, "a reward in the reply")
+            if spans is None:
+                rewards.append(reward)
+            else:
+                rewards.append(SpanReward(reward, character_spans(spans, _characters(text), "spans")))
+        return rewards
     except RunError as error:  # the server, not the user's code, caused the infinite reward
         raise _bad(str(error)) from None
 

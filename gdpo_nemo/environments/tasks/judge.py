@@ -337,7 +337,9 @@ class Judge(Environment):
         """Return the mean standard deviation of each component over the votes of a sample, as metrics."""
         metrics = {}
         for name in self._criteria if samples else ():
-            deviations = [stdev([vote[name] for vote in votes]) for votes in samples]
+            deviations = []
+            for votes in samples:
+                deviations.append(stdev([vote[name] for vote in votes]))
             metrics[f"judge/noise/{name}"] = fmean(deviations)
         return metrics
 
@@ -403,7 +405,10 @@ class Judge(Environment):
     def _verdict(self, votes: list[dict[str, float]] | Failure, metrics: Mapping[str, float]) -> Verdict:
         if isinstance(votes, Failure):
             return Verdict({}, Outcome.ENV_FAILED, votes.detail, metrics=metrics)
-        return Verdict({name: fmean(vote[name] for vote in votes) for name in self._criteria}, metrics=metrics)
+        means = {}
+        for name in self._criteria:
+            means[name] = fmean(vote[name] for vote in votes)
+        return Verdict(means, metrics=metrics)
 
 
 def _all_or_failure[Result](results: Sequence[Result | Failure]) -> list[Result] | Failure:

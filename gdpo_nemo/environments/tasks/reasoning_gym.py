@@ -69,9 +69,10 @@ class ReasoningGym(Environment):
         """
         split_seed = int.from_bytes(hashlib.sha256(f"{split}/{seed}".encode()).digest()[:4], "little")
         entries = self._make(size=size or DEFAULT_ROWS, seed=split_seed)
-        return [
-            {"prompt": entry["question"], "answer": entry["answer"], "metadata": entry["metadata"]} for entry in entries
-        ]
+        rows: list[Mapping[str, Any]] = []
+        for entry in entries:
+            rows.append({"prompt": entry["question"], "answer": entry["answer"], "metadata": entry["metadata"]})
+        return rows
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
         """Return one verdict per trajectory. If the library's scorer raises, the outcome is ``ENV_FAILED``."""

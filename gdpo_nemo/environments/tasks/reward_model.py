@@ -102,11 +102,14 @@ class Scorer:
         self.load()
         conversations = [self._tokens(prompt, completion) for prompt, completion in zip(prompts, completions)]
         limit = self._max_tokens or getattr(self._model.config, "max_position_embeddings", None) or math.inf
-        scores: list[float | Failure] = [
-            Failure(f"the conversation has {len(ids)} tokens, more than the reward model's limit of {limit}")
-            for ids in conversations
-        ]
-        fitting = [index for index, ids in enumerate(conversations) if len(ids) <= limit]
+        scores: list[float | Failure] = []
+        fitting = []
+        for index, ids in enumerate(conversations):
+            if len(ids) <= limit:
+                fitting.append(index)
+            scores.append(
+                Failure(f"the conversation has {len(ids)} tokens, more than the reward model's limit of {limit}")
+            )
         fitting.sort(key=lambda index: len(conversations[index]))
         for start in range(0, len(fitting), self._batch_size):
             batch = fitting[start : start + self._batch_size]
