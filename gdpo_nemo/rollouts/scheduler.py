@@ -177,11 +177,6 @@ class RolloutScheduler:
         taken, self._recovered = self._recovered, []
         return [*self._fleet.take_events(), *taken]
 
-    @property
-    def in_flight(self) -> int:
-        """Number of outstanding groups: in flight, or finished and not yet trained."""
-        return len(self._ledger)
-
     def queues(self) -> dict[str, Any]:
         """Return the number of groups in each stage and the state of each engine. Any thread may call this method."""
         stages = {f"groups {stage}": self._ledger.count(stage) for stage in Stage}
