@@ -47,7 +47,14 @@ from gdpo_nemo.data.prompts import PromptSource, with_unique_ids
 from gdpo_nemo.data.records import Group, Prompt, TrainerState
 from gdpo_nemo.environments.execution.pools import EnvironmentExecutor
 from gdpo_nemo.generation.requests import Sampling
-from gdpo_nemo.rollouts.batches import Rollout, first_samples, make_prompt_ids_unique, num_samples, read_trained_groups
+from gdpo_nemo.rollouts.batches import (
+    BatchStream,
+    Rollout,
+    first_samples,
+    make_prompt_ids_unique,
+    num_samples,
+    read_trained_groups,
+)
 from gdpo_nemo.rollouts.credit import with_weights
 from gdpo_nemo.rollouts.depth import AutoDepth
 from gdpo_nemo.rollouts.functions import RolloutKind
@@ -80,7 +87,7 @@ _LATE_ROUNDS = 4
 replaced."""
 
 
-class RolloutScheduler:
+class RolloutScheduler(BatchStream):
     """Produces rollouts ahead of the trainer, within the staleness bound.
 
     Args:
