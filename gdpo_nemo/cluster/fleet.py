@@ -100,14 +100,14 @@ class EngineFleet:
         self._thread.start()
         self.awake = asyncio.Event()
         self._change = asyncio.Event()
-        start = partial(start_engine, config, folder, self._placement, devices or ())
+        self._start_actor = partial(start_engine, config, folder, self._placement, devices or ())
         generation = config.policy.generation
         self.hosts = HostLinks(self._placement.places.engines, start_host, self.exact)
         self.clients: list[EngineClient] = []
         for index in range(generation.engines):
             client = EngineClient(
                 index,
-                start,
+                self._start,
                 generation.vllm_cfg.max_num_seqs,
                 self._timeout_s,
                 self,
@@ -116,6 +116,9 @@ class EngineFleet:
             )
             self.clients.append(client)
         self._serving = self.spawn(self._serve())
+
+    def _start(self, index: int) -> Any:
+        return self._start_actor(index)  # a method, so that tests can start other engines
 
     @property
     def _sampling(self) -> list[EngineClient]:

@@ -176,32 +176,42 @@ class Batch(Protocol):
     """Timeline spans of the work that produced the batch."""
 
 
-class BatchStream(Protocol):
-    """Source of training batches: ``RolloutScheduler`` if the algorithm samples, otherwise ``PromptStream``."""
+class BatchStream:
+    """Source of training batches: ``RolloutScheduler`` if the algorithm samples, otherwise ``PromptStream``.
 
-    def queues(self) -> dict[str, Any]:
-        """Return the work in flight, for the status file. Another thread calls this method."""
+    The methods with a body are those of a stream whose batches are prepared almost instantly, so that no work is in
+    flight.
+    """
+
+    def get_batch(self, step: int) -> Batch | None:
+        """Wait for batch number ``step`` and return it. Return None after the last prompt."""
+        raise NotImplementedError
+
+    def evaluate(self, prompts: Sequence[Prompt]) -> Future[Any]:
+        """Start preparing the held-out prompts as input for the algorithm's ``validate``."""
+        raise NotImplementedError
 
     def schedule(self, step: int) -> None:
         """Record that ``step`` steps are trained, and start all work that is possible with the published weights."""
 
+    def queues(self) -> dict[str, Any]:
+        """Return the work in flight, for the status file. Another thread calls this method."""
+        return {}
+
     def progress(self) -> str:
         """Describe the progress of the current batch or validation, for display. Another thread calls this method."""
-
-    def get_batch(self, step: int) -> Batch | None:
-        """Wait for batch number ``step`` and return it. Return None after the last prompt."""
-
-    def evaluate(self, prompts: Sequence[Prompt]) -> Future[Any]:
-        """Start preparing the held-out prompts as input for the algorithm's ``validate``."""
+        return ""
 
     def take_events(self) -> list[str]:
         """Return the notable events since the last call as a list of sentences."""
+        return []
 
     def ledger(self) -> dict[str, Any]:
         """Return the prompt ledger for a checkpoint, which records the trained and dropped prompts.
 
         The result is a ``LedgerState`` as a dictionary. The dictionary is empty if prompts are used strictly in order.
         """
+        return {}
 
     def close(self) -> None:
         """Cancel the work in flight."""
@@ -216,33 +226,7 @@ class PromptBatch:
     spans: list[Span] = field(default_factory=list)
 
 
-class ImmediateStream:
-    """Base class of streams whose batches are prepared almost instantly, so that no work is in flight."""
-
-    def schedule(self, step: int) -> None:
-        """Do nothing, because no batch is prepared in advance."""
-
-    def progress(self) -> str:
-        """Return an empty string, so that progress is not displayed."""
-        return ""
-
-    def queues(self) -> dict[str, Any]:
-        """Return an empty dictionary, because no work is in flight."""
-        return {}
-
-    def take_events(self) -> list[str]:
-        """Return an empty list, because this stream has no events."""
-        return []
-
-    def ledger(self) -> dict[str, Any]:
-        """Return an empty dictionary, because prompts are used in order."""
-        return {}
-
-    def close(self) -> None:
-        """Do nothing, because no work is in flight."""
-
-
-class PromptStream(ImmediateStream):
+class PromptStream(BatchStream):
     """Source of training prompts, in order, for an algorithm that does not sample.
 
     Args:
@@ -267,7 +251,7 @@ class PromptStream(ImmediateStream):
         return done
 
 
-class RecordedStream(ImmediateStream):
+class RecordedStream(BatchStream):
     """Source of the recorded batches of a run. A replay uses this source instead of engines and environments.
 
     Sample files contain neither ``Prompt.fields`` nor ``Trajectory.metrics``, so both fields are empty here.

@@ -433,11 +433,6 @@ class PromptDeal:
         for position in positions:
             del self._dealt[position]
 
-    @property
-    def place(self) -> int:
-        """Number of dataset rows assigned so far, not counting rerolls. Epochs are computed from this number."""
-        return self._next
-
     def positions(self, limit: int, step: int) -> int:
         """Return the number of prompt indices in a run of ``limit`` prompts, as known after ``step`` steps.
 

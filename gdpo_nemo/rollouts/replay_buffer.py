@@ -61,17 +61,14 @@ class ReplayBuffer:
         reuse: maximum number of times that a group is reused.
         max_age: maximum age of a group: the current weight version minus the version that wrote its oldest token.
         seed: seed of the run.
-        size: maximum number of groups in the buffer. The oldest groups are removed first. If ``size`` is None, only
-            ``max_age`` limits the buffer.
     """
 
-    def __init__(self, reuse: int, max_age: int, seed: int, size: int | None = None):
-        if reuse < 1 or max_age < 1 or (size is not None and size < 1):
-            raise ValueError(f"reuse {reuse}, max_age {max_age} and size {size} must be at least 1")
+    def __init__(self, reuse: int, max_age: int, seed: int):
+        if reuse < 1 or max_age < 1:
+            raise ValueError(f"reuse {reuse} and max_age {max_age} must be at least 1")
         self.reuse = reuse
         self.max_age = max_age
         self.seed = seed
-        self.size = size
         self._entries: dict[int, _Entry] = {}
         """Groups by prompt index. Groups of earlier steps come first."""
 
@@ -93,8 +90,6 @@ class ReplayBuffer:
                 )
             if any(t.trains for t in group.trajectories):
                 self._entries[group.position] = _Entry(group, step, oldest_version(group))
-        while self.size is not None and len(self._entries) > self.size:
-            del self._entries[next(iter(self._entries))]
 
     def draw(self, count: int, version: int) -> list[Group]:
         """Select up to ``count`` groups at random for the step that trains weights of ``version``.

@@ -47,7 +47,14 @@ from gdpo_nemo.data.prompts import PromptSource, with_unique_ids
 from gdpo_nemo.data.records import Group, Prompt, TrainerState
 from gdpo_nemo.environments.execution.pools import EnvironmentExecutor
 from gdpo_nemo.generation.requests import Sampling
-from gdpo_nemo.rollouts.batches import Rollout, first_samples, make_prompt_ids_unique, num_samples, read_trained_groups
+from gdpo_nemo.rollouts.batches import (
+    BatchStream,
+    Rollout,
+    first_samples,
+    make_prompt_ids_unique,
+    num_samples,
+    read_trained_groups,
+)
 from gdpo_nemo.rollouts.credit import with_weights
 from gdpo_nemo.rollouts.depth import AutoDepth
 from gdpo_nemo.rollouts.functions import RolloutKind
@@ -80,7 +87,7 @@ _LATE_ROUNDS = 4
 replaced."""
 
 
-class RolloutScheduler:
+class RolloutScheduler(BatchStream):
     """Produces rollouts ahead of the trainer, within the staleness bound.
 
     Args:
@@ -176,11 +183,6 @@ class RolloutScheduler:
         """Return the events of engines and environments since the last call as a list of sentences."""
         taken, self._recovered = self._recovered, []
         return [*self._fleet.take_events(), *taken]
-
-    @property
-    def in_flight(self) -> int:
-        """Number of outstanding groups: in flight, or finished and not yet trained."""
-        return len(self._ledger)
 
     def queues(self) -> dict[str, Any]:
         """Return the number of groups in each stage and the state of each engine. Any thread may call this method."""

@@ -111,14 +111,6 @@ def test_a_group_that_cannot_be_read_back_ends_the_resume_with_its_place():
         ReplayBuffer(1, 4, 0).restore(buffer.state(), lambda *_: [g for g in trained_in(3) if g.position != 13])
 
 
-def test_newest_groups_stay_if_the_buffer_is_full():
-    buffer = ReplayBuffer(reuse=1, max_age=50, seed=0, size=6)
-    for step in (1, 2, 3):
-        buffer.add(step, trained_in(step))
-    assert len(buffer) == 6
-    assert [position for _, position, _ in buffer.state()] == [10, 11, 12, 13, 14, 15]
-
-
 def test_groups_that_train_nothing_are_not_stored_and_none_is_stored_twice():
     buffer = ReplayBuffer(reuse=1, max_age=4, seed=0)
     buffer.add(1, [group(0, 0, outcome=Outcome.ENV_FAILED), group(1, 0)])

@@ -81,8 +81,8 @@ def test_every_position_is_trained_or_dropped_once_and_no_prompt_comes_too_often
     assert Counter(run.places[p] for p in run.trained).most_common(1)[0][1] == 1, (
         "a prompt with signal is not drawn again"
     )
-    assert sorted(attempts) == list(range(run.deal.place)), "no prompt of the data is left out"
-    assert len(run.places) == run.deal.place + sum(count - 1 for count in attempts.values())
+    assert sorted(attempts) == list(range(run.deal.state().next_place)), "no prompt of the data is left out"
+    assert len(run.places) == run.deal.state().next_place + sum(count - 1 for count in attempts.values())
 
 
 def test_a_prompt_comes_again_after_as_many_steps_as_asked_and_not_before():
@@ -125,7 +125,7 @@ def test_outstanding_positions_keep_their_prompts_when_a_run_resumes():
     outstanding = [p for p in run.places if p in run.ledger]
     assert len(outstanding) > GROUPS and any(run.places[p] != p for p in outstanding)
     assert [resumed.deal(p, 15) for p in outstanding[::-1]] == [run.places[p] for p in outstanding[::-1]]
-    assert resumed.place == run.deal.place
+    assert resumed.state().next_place == run.deal.state().next_place
     assert ledger.position == min(outstanding)
 
 
@@ -150,5 +150,5 @@ def test_a_limit_of_prompts_counts_no_prompt_twice():
     assert deal.positions(4, 1) == 4
     assert deal.positions(4, 2) == 6
     assert [deal.deal(position, 2) for position in (4, 5)] == [1, 3]
-    assert deal.positions(4, 2) == 6 and deal.place == 4
+    assert deal.positions(4, 2) == 6 and deal.state().next_place == 4
     assert not deal.no_signal(4, 2), "once is all that was asked for"

@@ -50,7 +50,7 @@ def test_nothing_is_started_that_no_step_would_train(world):
     w.train()
     w.train()
     w.scheduler.schedule(2)
-    assert w.scheduler.in_flight == 0 and len(w.submitted()) == 2
+    assert len(w.scheduler._ledger) == 0 and len(w.submitted()) == 2
 
 
 def test_dead_groups_are_replaced_by_the_next_prompts_until_there_are_enough(world):
@@ -74,7 +74,7 @@ def test_round_of_a_multiple_is_sampled_whole_and_surplus_groups_are_discarded(w
     again = w.train()
     assert places(again) == [8, 9, 10] and (again.rounds, again.dropped_groups, again.next_position) == (1, 1, 12)
     w.scheduler.schedule(2)
-    assert w.scheduler.in_flight == 0 and w.scheduler.get_batch(2) is None
+    assert len(w.scheduler._ledger) == 0 and w.scheduler.get_batch(2) is None
 
 
 def test_leave_one_out_fills_the_step_to_its_samples_with_a_part_of_a_group(world):

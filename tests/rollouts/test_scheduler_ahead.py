@@ -24,7 +24,7 @@ def test_groups_are_admitted_as_far_ahead_as_the_bound_allows_and_no_further(wor
     w = world(f"rollout.max_staleness={staleness}", f"rollout.depth={3 * (staleness + 1)}", "gdpo.max_num_steps=9")
     for step in range(6):
         w.scheduler.schedule(step)
-        assert w.scheduler.in_flight == min(3 * (staleness + 1), 3 * (9 - step))
+        assert len(w.scheduler._ledger) == min(3 * (staleness + 1), 3 * (9 - step))
         rollout = w.scheduler.get_batch(step)
         assert places(rollout) == [3 * step, 3 * step + 1, 3 * step + 2]
         w.fleet.publish(step + 1)
@@ -205,7 +205,7 @@ def test_memory_stays_within_the_bound_over_500_steps(world):
     for step in range(500):
         w.train()
         scheduler = w.scheduler
-        assert scheduler.in_flight <= 9 and len(scheduler._made) <= 9 and len(scheduler._tasks) <= 9
+        assert len(scheduler._ledger) <= 9 and len(scheduler._made) <= 9 and len(scheduler._tasks) <= 9
         assert len(w.fleet.clients[0].pending) <= 18
         if step in (150, 499):
             sizes.append(process.memory_info().rss)

@@ -201,7 +201,8 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
             raise Refused(400, f"messages[{index}].content must be text")
         _check_calls(index, message.get("tool_calls"))
         for key in ("prompt_token_ids", "generation_token_ids"):
-            _check_ids(f"messages[{index}].{key}", message.get(key))
+            if message.get(key) is not None and not are_token_ids(message[key], _MAX_TOKENS):
+                raise Refused(400, f"messages[{index}].{key} must be a list of token ids")
     return messages
 
 
@@ -209,11 +210,6 @@ def _check_calls(index: int, calls: Any) -> None:
     is_valid = calls is None or isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
     if not is_valid or not all(isinstance(call.get("function"), dict) for call in calls or ()):
         raise Refused(400, f"messages[{index}].tool_calls must be a list of function calls")
-
-
-def _check_ids(name: str, ids: Any) -> None:
-    if ids is not None and not are_token_ids(ids, _MAX_TOKENS):
-        raise Refused(400, f"{name} must be a list of token ids")
 
 
 def are_token_ids(value: Any, most: int) -> bool:
@@ -261,7 +257,9 @@ def read_responses(body: bytes, sampling: Sampling, session: str) -> tuple[ChatR
     _check_metadata(request.get("metadata"))
     chat = dict(request)
     chat.pop("logprobs", None)  # the field of a chat request, which has another meaning
-    chat["messages"] = [*_instructions(request.get("instructions")), *_response_messages(request.get("input"))]
+    instructions = request.get("instructions")
+    system = [{"role": "system", "content": instructions}] if instructions else []
+    chat["messages"] = system + _response_messages(request.get("input"))
     chat["max_tokens"] = request.get("max_output_tokens")
     chat["tools"] = [_chat_tool(index, tool) for index, tool in enumerate(_list("tools", request.get("tools") or []))]
     found = read_request(chat, sampling, session)
@@ -310,10 +308,6 @@ def response_without_room(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # -- items to messages -----------------------------------------------------------------------------------------
-
-
-def _instructions(text: Any) -> list[dict[str, Any]]:
-    return [{"role": "system", "content": text}] if text else []
 
 
 def _response_messages(items: Any) -> list[dict[str, Any]]:
