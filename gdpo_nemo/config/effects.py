@@ -121,7 +121,7 @@ def _of_algorithms() -> Iterator[Effect]:
     """Yield an effect for the keys that algorithms declare as unused, and for the sections that only some algorithms
     use."""
     for unused in dict.fromkeys(unused for spec in ALGORITHMS.values() for unused in spec.unused):
-        yield Effect(" ".join(unused.keys), partial(_reads, unused), unused.why)
+        yield Effect(unused.keys, partial(_reads, unused), unused.why)
     sections: dict[str, list[str]] = {}
     for name, spec in ALGORITHMS.items():
         if spec.section:
