@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -13,6 +12,7 @@ from gdpo_nemo.algorithms.preference_objectives import PREFERENCES, PreferenceOb
 from gdpo_nemo.config.schema import Config, GdpoConfig
 from gdpo_nemo.utils.errors import ConfigError, nearest
 from gdpo_nemo.utils.import_path import ImportPath
+from gdpo_nemo.utils.source import assigned_values
 
 Rows = Literal["sft", "pairs", "single"]
 """Format of a data row. sft: a prompt with one answer. pairs: a prompt with a better and a worse answer. single: a
@@ -20,9 +20,9 @@ prompt with one answer and a label that is true for a good answer."""
 
 
 class Unused(NamedTuple):
-    """Keys of other sections that an algorithm does not use."""
+    """Keys of other sections, separated by blanks, that an algorithm does not use."""
 
-    keys: tuple[str, ...]
+    keys: str
     why: str
     """Reason, which completes the message "KEY: has no effect ..."."""
 
@@ -59,14 +59,14 @@ class AlgorithmSpec:
 
 
 _CHECKS = "gdpo_nemo.config.objective_checks"
-_LOSS_KEYS = tuple(f"loss_fn.{f.name}" for f in fields(LossSettings) if f.name not in ("off_policy", "aggregation"))
+_LOSS_KEYS = " ".join(f"loss_fn.{f.name}" for f in fields(LossSettings) if f.name not in ("off_policy", "aggregation"))
 """Keys of `loss_fn`, except the section `off_policy` and the key `aggregation`, which sft also reads."""
 _WITH_ANSWERS = (
     Unused(
-        (*_LOSS_KEYS, "loss_fn.off_policy.mode"),
+        f"{_LOSS_KEYS} loss_fn.off_policy.mode",
         "with an algorithm that has its own loss (sft and the algorithms of the section preference)",
     ),
-    Unused(("gdpo.num_generations_per_prompt",), "with an algorithm whose rows determine the number of answers"),
+    Unused("gdpo.num_generations_per_prompt", "with an algorithm whose rows determine the number of answers"),
 )
 """Keys that have no effect with any algorithm whose data contains the answers."""
 
@@ -79,8 +79,7 @@ _PREFERENCE = AlgorithmSpec(
     unused=(
         *_WITH_ANSWERS,
         Unused(
-            ("loss_fn.aggregation",),
-            "with the algorithms of the section preference, which average over pairs or answers",
+            "loss_fn.aggregation", "with the algorithms of the section preference, which average over pairs or answers"
         ),
     ),
     check=f"{_CHECKS}:check_preferences",
@@ -112,16 +111,8 @@ ALGORITHMS = {
         section="ppo",
         unused=(
             Unused(
-                (
-                    "gdpo.estimator",
-                    "gdpo.preset",
-                    "gdpo.batch_norm",
-                    "gdpo.epsilon",
-                    "gdpo.options",
-                    "gdpo.component_gradient_period",
-                    "gdpo.discount",
-                    "gdpo.turn_baseline",
-                ),
+                "gdpo.estimator gdpo.preset gdpo.batch_norm gdpo.epsilon gdpo.options gdpo.component_gradient_period "
+                "gdpo.discount gdpo.turn_baseline",
                 "with algorithm ppo, which computes advantages from its value head",
             ),
         ),
@@ -133,19 +124,8 @@ ALGORITHMS = {
         section="teacher",
         unused=(
             Unused(
-                (
-                    "gdpo.estimator",
-                    "gdpo.preset",
-                    "gdpo.constraints",
-                    "gdpo.schedules",
-                    "gdpo.batch_norm",
-                    "gdpo.epsilon",
-                    "gdpo.options",
-                    "gdpo.component_gradient_period",
-                    "gdpo.kl_in_reward",
-                    "gdpo.credit",
-                    "gdpo.dynamic_sampling.enabled",
-                ),
+                "gdpo.estimator gdpo.preset gdpo.constraints gdpo.schedules gdpo.batch_norm gdpo.epsilon gdpo.options "
+                "gdpo.component_gradient_period gdpo.kl_in_reward gdpo.credit gdpo.dynamic_sampling.enabled",
                 "with algorithm distillation, which computes advantages from the teacher",
             ),
         ),
@@ -203,11 +183,9 @@ def _class_samples(import_path: ImportPath) -> bool:
     """Return the class attribute ``samples``, read from the source without executing the file. The attribute is True
     unless the class sets it to a literal False."""
     for node in import_path.find_class("algorithm.type").body:
-        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
-            continue
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        if any(isinstance(target, ast.Name) and target.id == "samples" for target in targets):
-            return not (isinstance(node.value, ast.Constant) and node.value.value is False)
+        for name, value in assigned_values(node):
+            if name == "samples":
+                return value is not False
     return True
 
 

@@ -26,10 +26,10 @@ from gdpo_nemo.config.transports import chosen_transport, declared
 
 
 class Effect(NamedTuple):
-    """Keys that have an effect only if ``when`` is true. If the condition is false, ``why`` completes the message "KEY:
-    has no effect ..."."""
+    """Keys, separated by blanks, that have an effect only if ``when`` is true. If the condition is false, ``why``
+    completes the message "KEY: has no effect ..."."""
 
-    keys: tuple[str, ...]
+    keys: str
     when: Callable[[Config], bool]
     why: str
 
@@ -120,7 +120,7 @@ def _read_by_some(section: str, choice: str, registry: Mapping[str, Any], reads:
             readers.setdefault(key, []).append(name)
     for key, names in readers.items():
         why = f"unless {section}.{choice} is {' or '.join(names)}, or a custom function that reads it"
-        yield Effect((f"{section}.{key}",), partial(_is_read, key, reads), why)
+        yield Effect(f"{section}.{key}", partial(_is_read, key, reads), why)
 
 
 def _of_algorithms() -> Iterator[Effect]:
@@ -134,7 +134,7 @@ def _of_algorithms() -> Iterator[Effect]:
             sections.setdefault(spec.section, []).append(name)
     default = Config()
     for section, readers in sections.items():
-        keys = tuple(f"{section}.{key.name}" for key in fields(getattr(default, section)))
+        keys = " ".join(f"{section}.{key.name}" for key in fields(getattr(default, section)))
         readers_text = readers[0] if len(readers) == 1 else f"one of {', '.join(readers)}"
         yield Effect(keys, partial(_reads_section, section), f"unless algorithm.type is {readers_text}")
 
@@ -151,19 +151,17 @@ def _of_split(split: str) -> Iterator[Effect]:
     """Yield the effects of the keys in ``data.train`` or ``data.validation``."""
     key = f"data.{split}"
     without_answers = "with an algorithm that does not read answers from the data"
-    yield Effect((f"{key}.train_on",), trains_answers, without_answers)
+    yield Effect(f"{key}.train_on", trains_answers, without_answers)
     yield Effect(
-        (f"{key}.type",),
-        partial(_reads_type, split),
-        f"{without_answers}; a transform (file.py:function) requires a path",
+        f"{key}.type", partial(_reads_type, split), f"{without_answers}; a transform (file.py:function) requires a path"
     )
     yield Effect(
-        (f"{key}.prompt_key", f"{key}.columns", f"{key}.environment_key", f"{key}.remove_columns"),
+        f"{key}.prompt_key {key}.columns {key}.environment_key {key}.remove_columns",
         partial(_reads_file, split),
         f"without {key}.path: the environment generates the prompts",
     )
     yield Effect(
-        (f"{key}.system_prompt", f"{key}.prompt_template", f"{key}.chat_template_kwargs"),
+        f"{key}.system_prompt {key}.prompt_template {key}.chat_template_kwargs",
         partial(prompts_are_rows, split),
         f"with {key}.strided, whose prompts are unchanged pieces of text",
     )
@@ -175,181 +173,148 @@ def _is_read(key: str, reads: _Reads, config: Config) -> bool:
 
 EFFECTS: tuple[Effect, ...] = (
     Effect(
-        tuple(
-            f"{_VLLM}.{name}"
-            for name in ("gpu_memory_utilization", "gpu_kv_cache_memory_bytes", "enforce_eager", "head_dtype")
-        ),
+        f"{_VLLM}.gpu_memory_utilization {_VLLM}.gpu_kv_cache_memory_bytes {_VLLM}.enforce_eager {_VLLM}.head_dtype",
         on_gpus,
         "on CPU (cluster.gpus_per_node is 0)",
     ),
     Effect(
-        (f"{_VLLM}.head_dtype",),
+        f"{_VLLM}.head_dtype",
         lambda config: config.policy.precision == "bfloat16",
         "with policy.precision float32, whose logits are always float32",
     ),
-    Effect(("policy.offload_reference",), on_gpus, "on CPU (cluster.gpus_per_node is 0)"),
+    Effect("policy.offload_reference", on_gpus, "on CPU (cluster.gpus_per_node is 0)"),
     Effect(
-        ("policy.offload_reference",),
+        "policy.offload_reference",
         lambda c: not c.policy.lora.rank,
         "with policy.lora, whose reference is the model without its adapters",
     ),
     Effect(
-        (f"{_VLLM}.kv_cache_memory_bytes",),
+        f"{_VLLM}.kv_cache_memory_bytes",
         lambda c: not on_gpus(c),
         "on GPUs, where gpu_memory_utilization or gpu_kv_cache_memory_bytes sets the size",
     ),
     Effect(
-        (
-            "gdpo.estimator",
-            "gdpo.preset",
-            "gdpo.constraints",
-            "gdpo.schedules",
-            "gdpo.shaping",
-            "gdpo.batch_norm",
-            "gdpo.kl_in_reward",
-            "gdpo.credit",
-            "gdpo.num_iterations",
-            "gdpo.component_gradient_period",
-            "gdpo.dynamic_sampling.enabled",
-            "rollout.max_staleness",
-            "rollout.group_timeout_s",
-            "rollout.replay_buffer.groups",
-            "rollout.function",
-            "rollout.save_trainer_logprobs",
-            "rollout.save_entropies",
-            "rollout.save_groups",
-            "rollout.endpoint.enabled",
-            "policy.router_replay",
-        ),
+        "gdpo.estimator gdpo.preset gdpo.constraints gdpo.schedules gdpo.shaping gdpo.batch_norm "
+        "gdpo.kl_in_reward gdpo.credit gdpo.num_iterations gdpo.component_gradient_period "
+        "gdpo.dynamic_sampling.enabled rollout.max_staleness rollout.group_timeout_s rollout.replay_buffer.groups "
+        "rollout.function rollout.save_trainer_logprobs rollout.save_entropies rollout.save_groups "
+        "rollout.endpoint.enabled policy.router_replay",
         lambda c: spec_of(c).samples,
         "with an algorithm that does not sample",
     ),
     *_of_algorithms(),
     *_read_by_some("loss_fn", "type", LOSSES, _loss_reads),
     Effect(
-        ("gdpo.epsilon",),
+        "gdpo.epsilon",
         _divides,
         "with an estimator that does not divide by a standard deviation",
     ),
-    Effect(("gdpo.discount", "gdpo.turn_baseline"), lambda c: c.gdpo.credit == "turn", "unless gdpo.credit is turn"),
+    Effect("gdpo.discount gdpo.turn_baseline", lambda c: c.gdpo.credit == "turn", "unless gdpo.credit is turn"),
     Effect(
-        ("gdpo.credit",),
+        "gdpo.credit",
         lambda c: c.gdpo.credit == "span" or c.rollout.turns.max_turns > 1 or c.rollout.function is not None,
         "while rollout.turns.max_turns is 1",
     ),
     Effect(
-        ("loss_fn.constant_length",),
+        "loss_fn.constant_length",
         lambda c: c.loss_fn.aggregation == "constant",
         "unless loss_fn.aggregation is constant",
     ),
     Effect(
-        tuple(
-            f"loss_fn.{key}"
-            for key in (
-                "reference_policy_kl_type",
-                "reference_policy_kl_gradient",
-                "kl_input_clamp_value",
-                "kl_output_clamp_value",
-            )
-        ),
+        "loss_fn.reference_policy_kl_type loss_fn.reference_policy_kl_gradient loss_fn.kl_input_clamp_value "
+        "loss_fn.kl_output_clamp_value",
         lambda c: c.loss_fn.reference_policy_kl_penalty != 0,
         "while loss_fn.reference_policy_kl_penalty is 0",
     ),
     Effect(
-        tuple(
-            f"loss_fn.{key}" for key in ("entropy_target", "entropy_coef_delta", "entropy_coef_min", "entropy_coef_max")
-        ),
+        "loss_fn.entropy_target loss_fn.entropy_coef_delta loss_fn.entropy_coef_min loss_fn.entropy_coef_max",
         lambda c: c.loss_fn.use_adaptive_entropy,
         "without loss_fn.use_adaptive_entropy",
     ),
     Effect(
-        ("policy.sync_ref_model",),
+        "policy.sync_ref_model",
         _has_reference,
         f"without a reference model, which only KL penalties (in loss or reward), {_REFERENCED} use",
     ),
     Effect(
-        ("policy.ref_model_sync_steps", "policy.ref_model_mixup_alpha"),
+        "policy.ref_model_sync_steps policy.ref_model_mixup_alpha",
         lambda c: c.policy.sync_ref_model,
         "without policy.sync_ref_model",
     ),
     *_read_by_some(_OFF_POLICY, "mode", CORRECTIONS, _correction_reads),
     Effect(
-        (f"{_MEGATRON}.scheduler.lr_decay_steps", f"{_MEGATRON}.optimizer.min_lr"),
+        f"{_MEGATRON}.scheduler.lr_decay_steps {_MEGATRON}.optimizer.min_lr",
         lambda c: c.policy.megatron_cfg.scheduler.lr_decay_style != "constant",
         f"while {_MEGATRON}.scheduler.lr_decay_style is constant",
     ),
     Effect(
-        (f"{_MEGATRON}.scheduler.lr_warmup_init",),
+        f"{_MEGATRON}.scheduler.lr_warmup_init",
         lambda c: c.policy.megatron_cfg.scheduler.lr_warmup_steps > 0,
         f"while {_MEGATRON}.scheduler.lr_warmup_steps is 0",
     ),
-    Effect((f"{_MEGATRON}.scheduler.lr_hold_updates",), _rate_changes, "with a constant learning rate"),
+    Effect(f"{_MEGATRON}.scheduler.lr_hold_updates", _rate_changes, "with a constant learning rate"),
     Effect(
-        (f"{_MEGATRON}.freeze_moe_router",),
+        f"{_MEGATRON}.freeze_moe_router",
         lambda c: not c.policy.lora.rank,
         "with policy.lora, which trains only the adapters",
     ),
     Effect(
-        (f"{_MEGATRON}.num_layers_in_first_pipeline_stage", f"{_MEGATRON}.num_layers_in_last_pipeline_stage"),
+        f"{_MEGATRON}.num_layers_in_first_pipeline_stage {_MEGATRON}.num_layers_in_last_pipeline_stage",
         lambda c: c.policy.megatron_cfg.pipeline_model_parallel_size > 1,
         f"while {_MEGATRON}.pipeline_model_parallel_size is 1",
     ),
     Effect(
-        (f"{_MEGATRON}.overlap_param_gather",),
+        f"{_MEGATRON}.overlap_param_gather",
         lambda c: c.policy.megatron_cfg.use_distributed_optimizer,
         f"without {_MEGATRON}.use_distributed_optimizer",
     ),
     Effect(
-        (
-            "gdpo.dynamic_sampling.batch_multiplier",
-            "gdpo.dynamic_sampling.max_rounds",
-            "gdpo.dynamic_sampling.before_shaping",
-            "gdpo.dynamic_sampling.leave_one_out",
-            "gdpo.dynamic_sampling.reroll_after",
-        ),
+        "gdpo.dynamic_sampling.batch_multiplier gdpo.dynamic_sampling.max_rounds "
+        "gdpo.dynamic_sampling.before_shaping gdpo.dynamic_sampling.leave_one_out "
+        "gdpo.dynamic_sampling.reroll_after",
         lambda c: c.gdpo.dynamic_sampling.enabled,
         "while gdpo.dynamic_sampling.enabled is false",
     ),
     Effect(
-        ("gdpo.dynamic_sampling.max_rerolls",),
+        "gdpo.dynamic_sampling.max_rerolls",
         lambda c: c.gdpo.dynamic_sampling.reroll_after > 0,
         "while gdpo.dynamic_sampling.reroll_after is 0",
     ),
     Effect(
-        ("rollout.replay_buffer.reuse", "rollout.replay_buffer.max_age"),
+        "rollout.replay_buffer.reuse rollout.replay_buffer.max_age",
         lambda c: c.rollout.replay_buffer.groups > 0,
         "while rollout.replay_buffer.groups is 0",
     ),
     Effect(
-        ("rollout.kv",),
+        "rollout.kv",
         lambda c: steps_ahead(c) > 0,
         "while no sample is in flight when weights change (rollout.max_staleness is not above sync_every - 1)",
     ),
     Effect(
-        ("rollout.save_trainer_logprobs", "rollout.save_entropies", "rollout.save_groups"),
+        "rollout.save_trainer_logprobs rollout.save_entropies rollout.save_groups",
         lambda c: c.rollout.save_samples,
         "while rollout.save_samples is false",
     ),
     Effect(
-        ("rollout.min_valid",), lambda c: c.rollout.group_timeout_s is not None, "while rollout.group_timeout_s is null"
+        "rollout.min_valid", lambda c: c.rollout.group_timeout_s is not None, "while rollout.group_timeout_s is null"
     ),
     Effect(
-        tuple(f"rollout.endpoint.{key}" for key in ("host", "port", "api_key_env", "allowed_hosts")),
+        "rollout.endpoint.host rollout.endpoint.port rollout.endpoint.api_key_env rollout.endpoint.allowed_hosts",
         lambda c: c.rollout.endpoint.enabled,
         "while rollout.endpoint.enabled is false",
     ),
     Effect(
-        ("policy.generation.parity_limit",),
+        "policy.generation.parity_limit",
         lambda c: c.policy.generation.verify_weights,
         "while policy.generation.verify_weights is false",
     ),
     Effect(
-        ("weights.bucket_mib",),
+        "weights.bucket_mib",
         lambda c: declared(chosen_transport(c)).uses_buckets,
         "with weights.transport memory, or any other transport that sends the model as a whole (uses_buckets is False)",
     ),
     Effect(
-        ("checkpointing.keep_best",),
+        "checkpointing.keep_best",
         lambda c: c.checkpointing.metric_name is not None,
         "without checkpointing.metric_name",
     ),
@@ -359,27 +324,18 @@ EFFECTS: tuple[Effect, ...] = (
 
 SWITCHED_OFF: tuple[Effect, ...] = (
     Effect(
-        (
-            "data.validation",
-            "gdpo.val_prompts",
-            "gdpo.val_generations_per_prompt",
-            "gdpo.val_pass_at_k",
-            "gdpo.val_temperature",
-            "gdpo.val_top_p",
-            "gdpo.val_top_k",
-        ),
+        "data.validation gdpo.val_prompts gdpo.val_generations_per_prompt gdpo.val_pass_at_k gdpo.val_temperature "
+        "gdpo.val_top_p gdpo.val_top_k",
         lambda c: validations(c.gdpo) > 0,
         "while gdpo.val_period is 0 and gdpo.val_at_start is false",
     ),
     Effect(
-        ("checkpointing.save_period", "checkpointing.keep_last", "checkpointing.metric_name"),
+        "checkpointing.save_period checkpointing.keep_last checkpointing.metric_name",
         lambda c: c.checkpointing.enabled,
         "while checkpointing.enabled is false",
     ),
     Effect(
-        ("logger.prometheus.host",),
-        lambda c: c.logger.prometheus.port is not None,
-        "while logger.prometheus.port is null",
+        "logger.prometheus.host", lambda c: c.logger.prometheus.port is not None, "while logger.prometheus.port is null"
     ),
 )
 
@@ -389,7 +345,7 @@ def keys_without_effect(config: Config, effects: tuple[Effect, ...] = EFFECTS) -
     found = []
     for effect in effects:
         if not effect.when(config):
-            found += [f"{key}: has no effect {effect.why}" for key in effect.keys if changed(config, key)]
+            found += [f"{key}: has no effect {effect.why}" for key in effect.keys.split() if changed(config, key)]
     return found
 
 

@@ -1,8 +1,9 @@
 """Conversion of YAML files and command-line overrides to a typed, checked ``Config``.
 
-Each source (file, mapping or override) is checked before it is merged, so that a message can name the wrong file.
-OmegaConf then merges the sources, resolves ``${...}`` and builds the dataclasses. Hydra's groups, sweeps and ``+key``
-syntax are deliberately not supported: a run is one file, its parents and a list of ``key=value``.
+Each source (file, mapping or override) is checked against the schema before it is merged, so that a message can name
+the file with the mistake. OmegaConf then merges the sources, resolves ``${...}`` and builds the dataclasses. Hydra's
+groups, sweeps and ``+key`` syntax are deliberately not supported: a run is one file, its parents and a list of
+``key=value``.
 """
 
 from __future__ import annotations

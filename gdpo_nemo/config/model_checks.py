@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import math
 import os
 from pathlib import Path
@@ -36,7 +35,7 @@ from gdpo_nemo.models.weight_files import (
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.files import read_json_object
 from gdpo_nemo.utils.import_path import ImportPath
-from gdpo_nemo.utils.source import parse_file
+from gdpo_nemo.utils.source import assigned_values, parse_file
 
 FACTORY_CONFIGS = "MODEL_CONFIGS"
 """Name of a dictionary literal in the model factory's file: {function: fields of config.json}. The dictionary describes
@@ -149,17 +148,15 @@ def _factory_config(reference: str) -> dict[str, Any] | None:
     function = ImportPath(reference).name
     path = ImportPath(reference).find_function(key)
     for node in parse_file(key, path).body:
-        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
+        values = dict(assigned_values(node))
+        if FACTORY_CONFIGS not in values:
             continue
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        if not any(isinstance(target, ast.Name) and target.id == FACTORY_CONFIGS for target in targets):
-            continue
-        try:
-            content = ast.literal_eval(node.value).get(function)
-        except (ValueError, TypeError, AttributeError):
+        configs = values[FACTORY_CONFIGS]
+        if not isinstance(configs, dict):
             raise ConfigError(
                 f"{key}: {FACTORY_CONFIGS} in {path} must be a literal {{function: fields of config.json}}"
-            ) from None
+            )
+        content = configs.get(function)
         if content is not None and not isinstance(content, dict):
             raise ConfigError(f"{key}: {FACTORY_CONFIGS} in {path} must map {function} to the fields of config.json")
         return content

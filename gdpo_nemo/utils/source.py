@@ -102,7 +102,7 @@ def _follow(module: str, name: str, beside: Path | None, found: ClassSource) -> 
         return name in origins and _follow(*origins[name], beside, found)
     found.ancestry.append(full_name)
     for statement in node.body:
-        for target, value in _assigned(statement):
+        for target, value in assigned_values(statement):
             found.attributes.setdefault(target, value)
     for base in node.bases:
         if isinstance(base, ast.Name):
@@ -138,8 +138,8 @@ def _imports(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
         yield node
 
 
-def _assigned(node: ast.stmt) -> list[tuple[str, Any]]:
-    """Return (name, value) for each name that a statement of a class body assigns."""
+def assigned_values(node: ast.stmt) -> list[tuple[str, Any]]:
+    """Return (name, value) for each name that a statement assigns. The value is ``NotLiteral`` if it is computed."""
     targets: list[ast.expr]
     if isinstance(node, ast.Assign):
         targets, value = node.targets, node.value

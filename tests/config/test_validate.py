@@ -9,9 +9,12 @@ import pytest
 from bad_input import EMBEDDING_ONLY
 
 from gdpo_nemo.config.data_files import may_be_on_the_hub
+from gdpo_nemo.config.effects import EFFECTS, SWITCHED_OFF
 from gdpo_nemo.config.layout import resolve_layout
-from gdpo_nemo.config.load import load_config, save_config
+from gdpo_nemo.config.load import all_keys, load_config, save_config
 from gdpo_nemo.config.model_checks import resolve
+from gdpo_nemo.config.requirements import REQUIREMENTS
+from gdpo_nemo.config.schema import Config
 from gdpo_nemo.models.weights import parameters
 from gdpo_nemo.planning.report import describe
 from gdpo_nemo.planning.shape import model_shape
@@ -490,3 +493,13 @@ def test_plan_places_every_config_that_passes_the_check(minimal, model, ends, la
 )
 def test_settings_that_a_recipe_of_nemo_rl_brings_are_checked_like_all(minimal, overrides, expected):
     assert expected in refused(minimal, *overrides)
+
+
+@pytest.mark.parametrize("rule", [*EFFECTS, *SWITCHED_OFF, *REQUIREMENTS], ids=lambda rule: rule.keys.split()[0])
+def test_keys_of_a_rule_exist(rule):
+    assert set(rule.keys.split()) <= set(all_keys())
+
+
+@pytest.mark.parametrize("rule", REQUIREMENTS, ids=lambda rule: rule.keys.split()[0])
+def test_message_of_a_requirement_refers_to_keys_that_exist(rule):
+    assert rule.why.format(value=1, default=1, c=Config())

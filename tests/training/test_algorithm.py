@@ -120,7 +120,7 @@ def test_declaration_names_the_class_the_check_and_keys_that_exist(name):
     found = ImportPath(spec.import_path).load()
     assert issubclass(found, Algorithm) and found.samples is spec.samples and spec.about
     assert spec.check is None or callable(ImportPath(spec.check).load())
-    keys = [key for unused in spec.unused for key in unused.keys] + [spec.section] * bool(spec.section)
+    keys = [key for unused in spec.unused for key in unused.keys.split()] + [spec.section] * bool(spec.section)
     config = Config()
     for key in keys:
         section, _, last = key.rpartition(".")

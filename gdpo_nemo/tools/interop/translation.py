@@ -19,6 +19,7 @@ from gdpo_nemo.config.schema import Config
 from gdpo_nemo.training.validation import validate
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.files import write_whole
+from gdpo_nemo.utils.import_path import ImportPath
 from gdpo_nemo.utils.source import find_file
 
 SAME = "same"
@@ -240,10 +241,6 @@ def assemble(
     return translation
 
 
-def _idle_keys(config: Config) -> list[str]:
-    return keys_without_effect(config)
-
-
 def leave_out_idle_keys(translation: Translation, values: dict[str, Any]) -> dict[str, str]:
     """Remove keys that have no effect in the selected mode from the content and ``values``, and validate the config.
 
@@ -254,7 +251,7 @@ def leave_out_idle_keys(translation: Translation, values: dict[str, Any]) -> dic
     """
     removed: dict[str, str] = {}
     try:
-        while idle := _idle_keys(config := _loaded(translation.content)):
+        while idle := keys_without_effect(config := _loaded(translation.content)):
             for sentence in idle:
                 key, _, why = sentence.partition(": ")
                 del values[key]
@@ -303,8 +300,8 @@ def _as_on_the_hub(content: dict[str, Any]) -> dict[str, Any]:
 
 def _is_absent(import_path: Any) -> bool:
     """Return whether an import path refers to a file that is not on this machine."""
-    file = import_path.rpartition(":")[0] if isinstance(import_path, str) else ""
-    return file.endswith(".py") and find_file(file) is None
+    path = ImportPath(import_path if isinstance(import_path, str) else "")
+    return path.is_in_file and find_file(path.module) is None
 
 
 def nested(values: dict[str, Any]) -> dict[str, Any]:
