@@ -254,11 +254,10 @@ class Chat:
 
         row = None if isinstance(asked, str) else asked
         seed = sample_seed(self._seed, self._asked, 0)
-        prompts = [
-            asked if isinstance(asked, str) else self._rows.prompt(asked, speaker.tokenizer)
-            for speaker in self._speakers
-        ]
-        questions = [speaker.question(prompt, seed) for speaker, prompt in zip(self._speakers, prompts)]
+        questions = []
+        for speaker in self._speakers:
+            prompt = asked if isinstance(asked, str) else self._rows.prompt(asked, speaker.tokenizer)
+            questions.append(speaker.question(prompt, seed))
         self._asked += 1
         for speaker, question in zip(self._speakers, questions):
             if question.forgotten:
@@ -274,8 +273,9 @@ class Chat:
             reply.keep()
             answers.append(Answer(reply, self._verdict(reply), self._rows.weighted, row is not None))
         self._screen.show(answers)
-        for line in [line for speaker in self._speakers for line in speaker.fleet.take_events()]:
-            self._screen.note(line)
+        for speaker in self._speakers:
+            for line in speaker.fleet.take_events():
+                self._screen.note(line)
 
     def _verdict(self, reply: Reply) -> Trajectory | None:
         if isinstance(reply.asked, str) or reply.finish_reason == "stopped":

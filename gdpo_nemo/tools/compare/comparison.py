@@ -215,8 +215,10 @@ def shown(value: Any) -> str:
 
 def components(variants: Sequence[Variant]) -> list[str]:
     """Return the metric keys of all reward components in any run, in order of first appearance."""
-    names = dict.fromkeys(itertools.chain.from_iterable(run.history.components for run in all_runs(variants)))
-    return [f"reward/{name}/mean" for name in names]
+    metrics: dict[str, None] = {}
+    for run in all_runs(variants):
+        metrics |= dict.fromkeys(f"reward/{name}/mean" for name in run.history.components)
+    return list(metrics)
 
 
 def all_runs(variants: Iterable[Variant]) -> Iterator[RunRecord]:
@@ -274,10 +276,10 @@ def band(variant: Variant, metric: str, axis: str) -> tuple[np.ndarray, np.ndarr
     curves = [curve for run in variant.runs if len((curve := run.curve(metric, axis))[0])]
     if not curves:
         return np.zeros(0), np.zeros(0), np.zeros(0)
-    end = min(x[-1] for x, _ in curves)
-    grid = np.unique(np.concatenate([x for x, _ in curves]))
-    grid = grid[(grid >= max(x[0] for x, _ in curves)) & (grid <= end)]
-    rows = np.stack([np.interp(grid, x, y) for x, y in curves])
+    efforts = [effort for effort, _ in curves]
+    grid = np.unique(np.concatenate(efforts))
+    grid = grid[(grid >= max(x[0] for x in efforts)) & (grid <= min(x[-1] for x in efforts))]
+    rows = np.stack([np.interp(grid, *curve) for curve in curves])
     return grid, rows.mean(axis=0), np.nan_to_num(standard_error(rows))
 
 

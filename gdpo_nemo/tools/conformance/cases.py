@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Union
 
 import numpy as np
 
@@ -22,7 +21,7 @@ VECTORS = Path(__file__).with_name("conformance.json")
 TOLERANCE = 1e-3
 """Largest difference of equal advantages. Advantages have unit variance, and other epsilons change them by 2e-4."""
 
-Outcome = Union[list[Union[float, None]], str]
+Outcome = list[float | None] | str
 """Advantage of each sample (None for NaN), or the message of an error."""
 Estimator = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 """Function of rewards (float64 [samples, components], NaN if missing), groups (int [samples]), weights (float64

@@ -202,11 +202,10 @@ def differing_steps(undisturbed: Path, disturbed: Path) -> list[str]:
         if step not in undisturbed_rows or step not in disturbed_rows:
             found.append(f"step {step} exists in only one of the two runs")
             continue
-        found += [
-            f"step {step}: {key} is {disturbed_rows[step].get(key)!r}, undisturbed {undisturbed_rows[step].get(key)!r}"
-            for key in COMPARED
-            if disturbed_rows[step].get(key) != undisturbed_rows[step].get(key)
-        ]
+        for key in COMPARED:
+            value, expected = disturbed_rows[step].get(key), undisturbed_rows[step].get(key)
+            if value != expected:
+                found.append(f"step {step}: {key} is {value!r}, undisturbed {expected!r}")
     return found
 
 
@@ -216,7 +215,8 @@ def by_fault(outcomes: Iterable[Outcome]) -> list[tuple[str, int, float | None, 
     for outcome in outcomes:
         if outcome.victim:
             found.setdefault(outcome.fault, []).extend([] if outcome.seconds is None else [outcome.seconds])
-    return [
-        (name, len(seconds), statistics.median(seconds) if seconds else None, max(seconds, default=None))
-        for name, seconds in found.items()
-    ]
+    rows = []
+    for name, seconds in found.items():
+        median = statistics.median(seconds) if seconds else None
+        rows.append((name, len(seconds), median, max(seconds, default=None)))
+    return rows

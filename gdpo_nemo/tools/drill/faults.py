@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from pathlib import Path
 
 import psutil
@@ -28,6 +29,7 @@ HOST, FORK_SERVER, WRITER = "rollout host", "fork server", "sample writer"
 SUPERVISOR = "supervisor"
 ROLES = (SUPERVISOR, DRIVER, RANK, ENGINE, ENGINE_CORE, WORKER, RAYLET, GCS, CLEANUP, HOST, FORK_SERVER, WRITER)
 _WORDS = {
+    ENGINE_CORE: "EngineCore",
     WORKER: "multiprocessing.spawn",
     CLEANUP: "cleanup_process.py run",
     HOST: "ray::RolloutHost",
@@ -58,11 +60,9 @@ class RunProcesses:
             return [driver]
         if role in (RANK, ENGINE):
             return self._reported(role)
-        if role == ENGINE_CORE:
-            return [
-                pid for engine in self._reported(ENGINE) for pid, words in _children(engine) if "EngineCore" in words
-            ]
-        return [pid for pid, words in _children(driver) if _has_role(words, role)]
+        parents = self._reported(ENGINE) if role == ENGINE_CORE else [driver]
+        children = chain.from_iterable(map(_children, parents))
+        return [pid for pid, words in children if _has_role(words, role)]
 
     def all(self) -> dict[int, float]:
         """Return every process of the run with its start time in seconds since the epoch."""
@@ -83,11 +83,11 @@ class RunProcesses:
     def _reported(self, role: str) -> list[int]:
         this_host = socket.gethostname()
         roles = status_if_whole(self._run_dir).get("roles", {})
-        return [
-            pid
-            for name, (host, pid) in roles.items()
-            if name.startswith(f"{role} ") and host == this_host and _is_alive(pid)
-        ]
+        found = []
+        for name, (host, pid) in roles.items():
+            if name.startswith(f"{role} ") and host == this_host and _is_alive(pid):
+                found.append(pid)
+        return found
 
 
 def _has_role(words: str, role: str) -> bool:
@@ -285,9 +285,8 @@ FAULTS = {
         # This fault needs two checkpoints, because a run with only damaged checkpoints cannot resume.
         Fault("torn-checkpoint", "kill the driver and truncate the newest checkpoint",
               _kill_and_damage(_truncate_checkpoint, checkpoints=2), "is damaged", Then.RESTARTS),
-        Fault("no-space", "prevent the driver's files from growing", _no_space, "could not be written|cannot be "
-            "written",
-              Then.ENDS),
+        Fault("no-space", "prevent the driver's files from growing", _no_space,
+              "could not be written|cannot be written", Then.ENDS),
         Fault("terminate", "send SIGTERM, as a scheduler does", _send_signal(SUPERVISOR, signal.SIGTERM), None,
               Then.ENDS),
         Fault("vllm-kill", "kill vLLM's process", _send_signal(ENGINE_CORE, signal.SIGKILL), r"^engine \d+"),

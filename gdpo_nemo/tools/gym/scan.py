@@ -214,7 +214,9 @@ def _judges(settings: Mapping[str, Any], fields: Mapping[str, tuple[str, bool]])
         if "ModelServerRef" in annotation and (needed or name in settings):
             references.append(name)
     references += [key for key, value in settings.items() if _is_model(value)]
-    return [name for name in dict.fromkeys(references) if name != "model_server"]
+    distinct = dict.fromkeys(references)
+    distinct.pop("model_server", None)
+    return list(distinct)
 
 
 def _classify_server(one: Scanned, folder: Path, entrypoint: Path, code: Code) -> None:

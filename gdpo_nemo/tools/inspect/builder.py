@@ -71,22 +71,26 @@ class Index:
         """Return the indices of ``values`` in ``names[kind]``, to which new values are added: uint16 [samples]."""
         names = self.names[kind]
         names.extend(sorted(set(values) - set(names)))
-        code_of = {name: number for number, name in enumerate(names)}
-        return np.array([code_of[value] for value in values], np.uint16)
+        code_of = dict(zip(names, range(len(names))))
+        return np.array(list(map(code_of.__getitem__, values)), np.uint16)
 
     def packed(self) -> dict[str, list[str]]:
         """Return each column as [data type, bytes]. The names of component columns contain the component's number."""
-        found = {name: np.concatenate(parts) for name, parts in self.columns.items()}
+        columns = dict(self.columns)
         for number, name in enumerate(self.rewards):
             for kind in ("reward", "term"):
-                found[f"{kind}{number}"] = self._component(f"{kind} {name}")
-        return {name: [values.dtype.name, packed(values)] for name, values in found.items()}
+                columns[f"{kind}{number}"] = self._component(f"{kind} {name}")
+        found = {}
+        for name, parts in columns.items():
+            values = np.concatenate(parts)
+            found[name] = [values.dtype.name, packed(values)]
+        return found
 
-    def _component(self, key: str) -> np.ndarray:
+    def _component(self, key: str) -> list[np.ndarray]:
         parts = []
         for found, steps in zip(self.components, self.columns["step"], strict=True):
             parts.append(found.get(key, np.full(len(steps), np.nan)).astype(np.float32))
-        return np.concatenate(parts)
+        return parts
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,8 @@ def read_dump(trainer: str, path: Path) -> tuple[list[Group], np.ndarray]:
     names = [name for name in rows[0] if name not in own and _has_numbers(rows, name)]
     if not names:
         raise ConfigError(f"{path}: contains no rewards by component")
-    groups, recorded = [], []
+    groups: list[Group] = []
+    recorded = []
     for indices in _groups_of_prompts([str(row[prompt]) for row in rows], by_order=trainer == "trl"):
         group = Group(Prompt(f"{len(groups)}", _NO_TOKENS, str(rows[indices[0]][prompt]), ""), [])
         groups.append(group)

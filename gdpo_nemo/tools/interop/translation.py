@@ -103,16 +103,13 @@ class Translation:
             DIFFERS: f"runs but differs in {ways} that {'matters' if ways == '1 way' else 'matter'}:",
             CANNOT_RUN: "cannot run:",
         }
-        lines = [heads[self.status], *(f"  {name}: {why}" for name, why in reasons.items())]
+        lines = [heads[self.status], *_indented(reasons)]
         if self.source:
             lines.append(self.source)
         if self.blockers and self.differences:
-            lines += [
-                f"and would differ in {ways}:",
-                *(f"  {name}: {why}" for name, why in self.differences.items()),
-            ]
+            lines += [f"and would differ in {ways}:", *_indented(self.differences)]
         if self.questions:
-            lines += ["checked by the dry run:", *(f"  {key}: {what}" for key, what in self.questions.items())]
+            lines += ["checked by the dry run:", *_indented(self.questions)]
         if self.variables:
             lines.append(f"environment variables to set for the run: {', '.join(self.variables)}")
         if self.files:
@@ -137,6 +134,10 @@ class Translation:
         return "\n".join(out)
 
 
+def _indented(reasons: Mapping[str, str]) -> list[str]:
+    return [f"  {name}: {why}" for name, why in reasons.items()]
+
+
 def line_of(
     key: str,
     value: Any,
@@ -155,12 +156,11 @@ def line_of(
     if result is None:
         return Line(key, UNKNOWN, f"{short(value)}; {_UNKNOWN}")
     targets = [*result.values, *result.elsewhere]
-    written = {k: f"{k}={short(v)}" for k, v in result.values.items() if k in values and values[k] == v}
-    written |= {k: k for k in result.elsewhere if _is_written(values, k)}
+    written = _written(result, values)
     different = findings.differences.get(key)
     if written:
-        notes = "".join(f"; {note}" for note in (result.text, different) if note)
-        return Line(key, TRANSLATED, f"{short(value)} -> {', '.join(written.values())}{notes}", tuple(written))
+        text = f"{short(value)} -> {', '.join(written.values())}"
+        return Line(key, TRANSLATED, "; ".join(filter(None, (text, result.text, different))), tuple(written))
     if not targets:
         status = ALREADY if result.same else NO_EFFECT
         if result.matters:
@@ -178,9 +178,21 @@ def line_of(
     return Line(key, DIFFERENT, f"{short(value)}; not translated: {why}")
 
 
+def _written(result: RuleResult, values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the target keys of a rule that the translated config contains, with their description."""
+    written = {}
+    for key, value in result.values.items():
+        if key in values and values[key] == value:
+            written[key] = f"{key}={short(value)}"
+    for key in result.elsewhere:
+        if _is_written(values, key):
+            written[key] = key
+    return written
+
+
 def _is_written(values: Mapping[str, Any], key: str) -> bool:
     """Return whether ``values`` contains ``key`` or a key inside that section."""
-    return any(name == key or name.startswith(key + ".") for name in values)
+    return any(f"{name}.".startswith(f"{key}.") for name in values)
 
 
 def matches(key: str, pattern: str) -> bool:
@@ -211,7 +223,10 @@ def first_match(rules: Iterable[tuple[str, Act]], key: str) -> Act | None:
 
 def values_to_write(results: Mapping[str, tuple[Any, RuleResult | None]], findings: Findings) -> dict[str, Any]:
     """Return the values of the translated config, by dotted key. The findings take precedence over the rules."""
-    values = {key: value for _, outcome in results.values() if outcome for key, value in outcome.values.items()}
+    values: dict[str, Any] = {}
+    for _, outcome in results.values():
+        if outcome:
+            values |= outcome.values
     return values | {key: value for key, (value, _) in findings.values.items()}
 
 
@@ -230,8 +245,10 @@ def assemble(
     translation.questions = dict(findings.questions)
     removed = leave_out_idle_keys(translation, values)
     lines = [line_of(key, value, outcome, values, removed, findings) for key, (value, outcome) in results.items()]
-    added = ((key, value, why) for key, (value, why) in findings.values.items() if key in values)
-    translation.lines = [*lines, *(Line(key, ADDED, f"{short(value)}; {why}") for key, value, why in added)]
+    translation.lines = list(lines)
+    for key, (value, why) in findings.values.items():
+        if key in values:
+            translation.lines.append(Line(key, ADDED, f"{short(value)}; {why}"))
     different = {}
     for line, (_, outcome) in zip(lines, results.values()):
         if line.status in (DIFFERENT, UNKNOWN) and not findings.blocker_of(line.key):
@@ -306,9 +323,9 @@ def _is_absent(import_path: Any) -> bool:
 
 def nested(values: dict[str, Any]) -> dict[str, Any]:
     """Convert dotted keys to nested mappings, in the order of the schema. Values that are mappings are not changed."""
-    order = {key: index for index, key in enumerate(all_keys())}
+    known = [key for key in all_keys() if key in values]
     tree: dict[str, Any] = {}
-    for key in sorted(values, key=lambda k: order.get(k, len(order))):
+    for key in dict.fromkeys([*known, *values]):
         *sections, name = key.split(".")
         node = tree
         for section in sections:

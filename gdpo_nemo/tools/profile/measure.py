@@ -173,7 +173,8 @@ def verify_again(
     """
     from gdpo_nemo.environments.execution.pools import EnvironmentPools
 
-    found: list[list[dict[str, float | None]]] = [[dict(t.rewards) for t in samples] for _ in range(repeat)]
+    originals = [t.rewards for t in samples]
+    found: list[list[dict[str, float | None]]] = [list(map(dict, originals)) for _ in range(repeat)]
     verified = np.zeros((repeat, len(samples)), bool)
     failed = 0
     seconds: dict[str, float] = {}

@@ -171,8 +171,9 @@ class _Batch:
 
     def advantages(self, weights: Mapping[str, float], **rule: Any) -> Advantages:
         """Compute the advantages. ``rule`` are further arguments of `compute_advantages`."""
-        samples = {"valid": self.valid, "lengths": self.lengths}
-        return compute_advantages(self.rewards, self.group_ids, weights=weights, **samples, **rule)
+        return compute_advantages(
+            self.rewards, self.group_ids, weights=weights, valid=self.valid, lengths=self.lengths, **rule
+        )
 
     def effective(self, weights: Mapping[str, float], **rule: Any) -> dict[str, Estimate]:
         """Return each component's share of the variance of the advantages."""
@@ -180,7 +181,7 @@ class _Batch:
 
     def present(self) -> np.ndarray:
         """Return which verified samples have each component: bool [samples, components]."""
-        return ~np.isnan(np.stack(list(self.rewards.values()), axis=1)) & self.valid[:, None]
+        return np.asarray(~np.isnan(np.stack(list(self.rewards.values()), axis=1)) & self.valid[:, None])
 
 
 def _components(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -235,7 +236,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--calibration: conflicts with --run, which provides speeds; use one of these options")
     source = _Source(arguments)
     configs = _configs(source)
-    rows = [row for config in configs for row in _rows(source, config)]
+    rows = list(itertools.chain.from_iterable(_rows(source, config) for config in configs))
     shown = _detailed_row(source, rows)
     changes = [*candidates(shown.result), *_layouts(source, configs[-1], shown)]
     found = helpful_changes(shown.result, changes)
@@ -258,9 +259,8 @@ def _configs(source: _Source) -> list[Resolved]:
     arguments = source.arguments
     if not arguments.gpus and not arguments.split:
         return [source.resolved]
-    return [
-        scaled(source.resolved, gpus, split) for gpus in arguments.gpus or [None] for split in arguments.split or [None]
-    ]
+    sizes = itertools.product(arguments.gpus or [None], arguments.split or [None])
+    return [scaled(source.resolved, gpus, split) for gpus, split in sizes]
 
 
 def _rows(source: _Source, resolved: Resolved) -> list[Row]:
@@ -287,13 +287,12 @@ def _row(layout: Layout, scenario: Scenario) -> Row:
 
 def _detailed_row(source: _Source, rows: list[Row]) -> Row:
     """Return the run to describe: the last run with the config's staleness, otherwise the last run."""
-    configured = [
-        row
-        for row in rows
-        if row.result.scenario.max_staleness == source.resolved.config.rollout.max_staleness
-        and row.result.scenario.scheduler == source.arguments.scheduler[0]
-    ]
-    return (configured or rows)[-1]
+    configured = source.resolved.config.rollout.max_staleness, source.arguments.scheduler[0]
+    for row in reversed(rows):
+        scenario = row.result.scenario
+        if (scenario.max_staleness, scenario.scheduler) == configured:
+            return row
+    return rows[-1]
 
 
 def _same_schedule(row: Row, shown: Row) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,11 +198,13 @@ def describe_changes(result: Result, found: Sequence[tuple[str, Result]]) -> lis
     """Describe the results of ``helpful_changes`` in sentences."""
     if not found:
         return ["None of the simulated changes makes a step faster by more than 2 %."]
-    return [
-        f"{words}: {other.step_s:.3g} s per step ({other.step_s / result.step_s - 1:+.0%}), mean staleness "
-        f"{other.staleness_mean:.2f}; the bottleneck is then: {limit(other)}"
-        for words, other in found
-    ]
+    lines = []
+    for words, other in found:
+        lines.append(
+            f"{words}: {other.step_s:.3g} s per step ({other.step_s / result.step_s - 1:+.0%}), mean staleness "
+            f"{other.staleness_mean:.2f}; the bottleneck is then: {limit(other)}"
+        )
+    return lines
 
 
 def scaling(rows: Sequence[Row]) -> list[str]:
@@ -270,7 +273,7 @@ def _steps_over_staleness(axes: Axes, rows: Sequence[Row]) -> None:
     for row in rows:
         scenario = row.result.scenario
         lines.setdefault((row.gpus, scenario.scheduler), []).append((scenario.max_staleness, row.result.step_s))
-    colours = {gpus: _COLOURS[n % len(_COLOURS)] for n, gpus in enumerate(sorted({gpus for gpus, _ in lines}))}
+    colours = dict(zip(sorted({row.gpus for row in rows}), itertools.cycle(_COLOURS)))
     for (gpus, scheduler), points in lines.items():
         x, y = zip(*sorted(points))
         style = "o--" if scheduler == "barrier" else "o-"

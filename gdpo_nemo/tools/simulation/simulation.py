@@ -279,7 +279,10 @@ class _Simulation:
         trains = self.version - 1
         for engine in self.engines:
             engine.advance(self.now)
-        written_by = [[s.version for s in group.sequences if s.version >= 0] for group in self.batch]
+        staleness = []
+        for group in self.batch:
+            versions = [sequence.version for sequence in group.sequences if sequence.version >= 0]
+            staleness.append(trains - min(versions, default=trains))
         self.steps.append(
             StepRecord(
                 started=self.free_since,
@@ -287,7 +290,7 @@ class _Simulation:
                 waited=self.waited,
                 held_up=self.held_up,
                 prompt_indices=tuple(group.prompt_index for group in self.batch),
-                staleness=tuple(trains - min(versions, default=trains) for versions in written_by),
+                staleness=tuple(staleness),
                 tokens=sum(group.tokens for group in self.batch),
                 depth=self.depth_now(),
                 outstanding=self.admitted - self.trained + len(self.batch),
@@ -411,7 +414,9 @@ class _Barrier(_Simulation):
         scenario = self.scenario
         while self.admitted - self.trained < self.depth_now() and not self.exhausted():
             batch = self.admitted // scenario.groups
-            sequences = [s for _ in range(scenario.groups) for s in self.new_group().sequences]
+            sequences: list[Sequence] = []
+            for _ in range(scenario.groups):
+                sequences += self.new_group().sequences
             self._writing[batch] = len(sequences)
             self._finished[batch] = []
             cuts = [len(sequences) * index // len(self.engines) for index in range(len(self.engines) + 1)]

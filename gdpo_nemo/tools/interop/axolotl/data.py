@@ -125,13 +125,14 @@ def _unread(entries: Sequence[Mapping[str, Any]], key: str, findings: Findings) 
         "drop_system_message": "system messages are retained",
         "input_transform": "the transform is not executed",
     }
+    usual = dict.fromkeys(reasons, (None, False, "tokenizer_default", "main"))
+    reasons["roles_to_train"] = "only the assistant's turns are trained"
+    usual["roles_to_train"] = _TRAINS_ASSISTANT
+    reasons["train_on_eos"] = "the end token of each answer is trained"
+    usual["train_on_eos"] = (None, "turn")
     for name, why in reasons.items():
-        if any(entry.get(name) not in (None, False, "tokenizer_default", "main") for entry in entries):
+        if any(entry.get(name) not in usual[name] for entry in entries):
             findings.differs(f"{key}.{name}", why)
-    if any(entry.get("roles_to_train") not in _TRAINS_ASSISTANT for entry in entries):
-        findings.differs(f"{key}.roles_to_train", "only the assistant's turns are trained")
-    if any(entry.get("train_on_eos") not in (None, "turn") for entry in entries):
-        findings.differs(f"{key}.train_on_eos", "the end token of each answer is trained")
 
 
 def _form(entry: Mapping[str, Any], key: str, split: str, config: AxolotlConfig, findings: Findings) -> None:

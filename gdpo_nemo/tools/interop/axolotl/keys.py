@@ -90,7 +90,10 @@ def _held_out(value: Any, config: AxolotlConfig) -> RuleResult:
 def _plugins(value: Any, config: AxolotlConfig) -> RuleResult:
     harmless = ("liger", "cut_cross_entropy", "kernels", "nemo_gym", "swanlab", "lm_eval", "otel", "spectrum_report")
     names = value if isinstance(value, list) else []
-    others = [str(name) for name in names if not any(part in str(name).lower() for part in harmless)]
+    others = []
+    for name in map(str, names):
+        if not any(part in name.lower() for part in harmless):
+            others.append(name)
     if others:
         return RuleResult(text=f"{', '.join(others)}: axolotl plugins are not executed", matters=True)
     return RuleResult(text="affects only kernels and logs, or is translated by other keys")

@@ -76,9 +76,10 @@ def env_name(recipe: Recipe) -> str:
     """
     if gym.uses_gym(recipe):
         return gym.NAME
-    sections = {
-        key.split(".")[1] for key, value in recipe.flat.items() if key.startswith("env.") and _is_section(key, value)
-    }
+    sections = set()
+    for key, value in recipe.flat.items():
+        if key.startswith("env.") and _is_section(key, value):
+            sections.add(key.split(".")[1])
     named = recipe.get("data.train.env_name")
     custom = sorted(sections - set(ENVIRONMENTS))
     if custom and named not in custom:

@@ -68,11 +68,10 @@ def find_gym(recipe: Recipe) -> Gym:
     if checkout is None:
         raise Unknown("give a checkout of NeMo Gym with --gym-checkout to find them")
     instances = _instances(recipe, checkout)
-    agents = {
-        name: settings
-        for name, (kind, _, settings) in instances.items()
-        if kind == "responses_api_agents" and "entrypoint" in settings  # otherwise only changes to a server
-    }
+    agents = {}
+    for name, (kind, _, settings) in instances.items():
+        if kind == "responses_api_agents" and "entrypoint" in settings:  # otherwise only changes to a server
+            agents[name] = settings
     if not agents:
         raise Unknown("no file in config_paths defines an agent")
     if recipe.get("grpo.adv_estimator.name") != "gdpo":

@@ -183,14 +183,14 @@ def _scaling(recipe: Recipe, names: tuple[str, ...]) -> list[dict[str, Any]]:
     if not recipe.get(f"{section}.enabled"):
         return []
     source, target = (
-        [recipe.get(f"{section}.{side}_{end}", default) for end, default in (("min", 0.0), ("max", 1.0))]
+        [recipe.get(f"{section}.{side}_min", 0.0), recipe.get(f"{section}.{side}_max", 1.0)]
         for side in ("source", "target")
     )
-    return [
-        rule
-        for name in names
-        for rule in ({"component": name, "clip": source}, {"component": name, "linear": {"from": source, "to": target}})
-    ]
+    rules: list[dict[str, Any]] = []
+    for name in names:
+        rules.append({"component": name, "clip": source})
+        rules.append({"component": name, "linear": {"from": source, "to": target}})
+    return rules
 
 
 def _lengths(recipe: Recipe, findings: Findings, names: tuple[str, ...]) -> list[dict[str, Any]]:

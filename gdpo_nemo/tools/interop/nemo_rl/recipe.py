@@ -172,7 +172,8 @@ class Recipe:
         if not self.single_controller:
             return 0
         key = "max_lookahead_versions" if self.sampler == "in_order" else "max_staleness_versions"
-        return self.get(f"async_rl.sampler.{key}", 1)
+        lookahead: int = self.get(f"async_rl.sampler.{key}", 1)
+        return lookahead
 
     @property
     def single_controller(self) -> bool:

@@ -47,8 +47,8 @@ def before(release: str, other: str) -> bool:
 
 def release_of(flat: Mapping[str, Any]) -> str:
     """Return the release that has a recipe's keys, with parents. Incomplete recipes belong to ``main``."""
-    sections = any(key == "data.train" or key.startswith("data.train.") for key in flat)
-    if not sections and any(key in flat for key in _FLAT):
+    sections = any(f"{key}.".startswith("data.train.") for key in flat)
+    if not sections and not flat.keys().isdisjoint(_FLAT):
         return "0.5" if _SINCE_0_5 & flat.keys() else "0.4"
     if _SINCE_MAIN & flat.keys():
         return MAIN
@@ -64,15 +64,18 @@ def data_settings(flat: Mapping[str, Any], release: str) -> dict[str, Any]:
     """
     if before(release, "0.6"):
         return _old_settings({key.removeprefix("data."): value for key, value in flat.items()})
-    splits = ["train", *(["validation"] if any(key.startswith("data.validation.") for key in flat) else [])]
-    shared = {key: value for key, value in flat.items() if key.startswith("data.default.")}
-    return {key.replace("default", split, 1): value for split in splits for key, value in shared.items()}
+    validates = any(key.startswith("data.validation.") for key in flat)
+    settings = {}
+    for split in ("train", "validation") if validates else ("train",):
+        for key, value in flat.items():
+            if key.startswith("data.default."):
+                settings[key.replace("default", split, 1)] = value
+    return settings
 
 
 def _old_settings(old: Mapping[str, Any]) -> dict[str, Any]:
     """Return the current settings of a flat section ``data``, whose keys have no prefix in ``old``."""
     name = str(old.get("dataset_name") or "")
-    shared = {key: old[key] for key in (*_OF_FLAT_DATA, *_READ_BY_CLASS.get(name, ())) if key in old}
     train: dict[str, Any] = {"dataset_name": "OpenMathInstruct-2" if name == "openmathinstruct2" else name or None}
     validation: dict[str, Any] = {**_VALIDATION.get(name, {})}
     if name in _OF_FILES:
@@ -82,22 +85,22 @@ def _old_settings(old: Mapping[str, Any]) -> dict[str, Any]:
         }
         validation = {"data_path": old.get("val_data_path", old.get("validation_jsonl_fpath")),
                       "split": old.get("val_split")}  # fmt: skip
-    settings = {f"data.train.{key}": value for key, value in (shared | train).items()}
-    if any(value is not None for value in validation.values()):
-        settings |= {f"data.validation.{key}": value for key, value in (shared | validation).items()}
+    validates = any(value is not None for value in validation.values())
+    settings = {}
+    for split, own in (("train", train), ("validation", validation)) if validates else (("train", train),):
+        for key in (*_OF_FLAT_DATA, *_READ_BY_CLASS.get(name, ())):
+            if key in old:
+                settings[f"data.{split}.{key}"] = old[key]
+        for key, value in own.items():
+            settings[f"data.{split}.{key}"] = value
     return settings
 
 
 def keys_read(flat: Mapping[str, Any]) -> frozenset[str]:
     """Return the keys of a flat section ``data`` that the class of its dataset reads."""
     name = str(flat.get("data.dataset_name") or "")
-    own = ("dataset_name", *_OF_FLAT_DATA, *_READ_BY_CLASS.get(name, ()))
-    files = (
-        "train_data_path",
-        "val_data_path",
-        "train_split",
-        "val_split",
-        "train_jsonl_fpath",
-        "validation_jsonl_fpath",
-    )
-    return frozenset(f"data.{key}" for key in (*own, *(files if name in _OF_FILES else ())))
+    keys = ["dataset_name", *_OF_FLAT_DATA, *_READ_BY_CLASS.get(name, ())]
+    if name in _OF_FILES:
+        keys += ["train_data_path", "val_data_path", "train_split", "val_split"]
+        keys += ["train_jsonl_fpath", "validation_jsonl_fpath"]
+    return frozenset(f"data.{key}" for key in keys)

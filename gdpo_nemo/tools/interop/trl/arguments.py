@@ -8,11 +8,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 from gdpo_nemo.utils.errors import ConfigError
 
-Node = TypeVar("Node", bound=ast.AST)
 ARGPARSE = "argparse.Namespace"
 """Name that represents the ``argparse`` namespace in lists of classes."""
 _PARSE = ("parse_args", "parse_args_and_config", "parse_args_into_dataclasses", "parse_known_args")
@@ -20,7 +19,7 @@ _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
-def nodes_of(tree: ast.AST, kind: type[Node]) -> Iterator[Node]:
+def nodes_of[Node: ast.AST](tree: ast.AST, kind: type[Node]) -> Iterator[Node]:
     """Yield the syntax nodes of a kind."""
     for node in ast.walk(tree):
         if isinstance(node, kind):
@@ -30,6 +29,11 @@ def nodes_of(tree: ast.AST, kind: type[Node]) -> Iterator[Node]:
 def called_name(call: ast.Call) -> str:
     """Return the name of the called function or class, without its module."""
     return ast.unparse(call.func).rpartition(".")[2]
+
+
+def keywords_of(call: ast.Call) -> dict[str, ast.expr]:
+    """Return the keyword arguments of a call, without ``**other``."""
+    return {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -128,14 +132,12 @@ def option_names(call: ast.Call) -> list[str]:
     names = [str(node.value) for node in call.args if isinstance(node, ast.Constant)]
     long = [name for name in names if name.startswith("--")]
     options = [name.lstrip("-").replace("-", "_") for name in (*long, *names)]
-    for keyword in call.keywords:
-        if keyword.arg == "dest" and isinstance(keyword.value, ast.Constant):
-            return [str(keyword.value.value), *options]
-    return options
+    field = keywords_of(call).get("dest")
+    return [str(field.value), *options] if isinstance(field, ast.Constant) else options
 
 
 def _default(call: ast.Call, value: Callable[[ast.expr], Any]) -> Any:
-    keywords = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+    keywords = keywords_of(call)
     if "default" in keywords:
         return value(keywords["default"])
     action = keywords.get("action")
@@ -187,9 +189,7 @@ def _classes(node: ast.expr, inside: Any, follow: Callable[[str], ast.expr | ast
 
 def _listed(maker: ast.Call, inside: Any) -> list[str]:
     """Return the names of the classes that are passed to a parser's constructor."""
-    classes: ast.expr | None = maker.args[0] if maker.args else None
-    for keyword in maker.keywords:
-        classes = keyword.value if keyword.arg == "dataclass_types" else classes
+    classes = keywords_of(maker).get("dataclass_types", maker.args[0] if maker.args else None)
     if isinstance(classes, ast.Name):
         classes = _assigned(inside, classes.id) or classes
     if classes is None:

@@ -82,12 +82,10 @@ class CodeModule:
         the needed statements are copied.
         """
         inside = self.resolver.function
-        body = (
-            [s for s in self.resolver.module.body if not isinstance(s, (*DEFINITIONS, ast.Import, ast.ImportFrom))]
-            if inside is None
-            else inside.body
-        )
-        plain = [self.resolver.constants(s) for s in body]
+        plain = []
+        for statement in self.resolver.module.body if inside is None else inside.body:
+            if inside or not isinstance(statement, (*DEFINITIONS, ast.Import, ast.ImportFrom)):
+                plain.append(self.resolver.constants(statement))
         local = _dependencies(plain, used(expression), self._is_parsed, expression.lineno)
         self.check(local)
         outer = used(expression).union(*map(used, local))

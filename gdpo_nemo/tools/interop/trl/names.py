@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from gdpo_nemo.tools.interop.trl.arguments import Node, called_name, nodes_of, parsed_kinds
+from gdpo_nemo.tools.interop.trl.arguments import called_name, keywords_of, nodes_of, parsed_kinds
 from gdpo_nemo.tools.interop.trl.trainers import PARSED
 from gdpo_nemo.utils.errors import ConfigError
 
@@ -234,7 +234,7 @@ class Resolver:
                 return found
         return found
 
-    def constants(self, node: Node) -> Node:
+    def constants[Node: ast.AST](self, node: Node) -> Node:
         """Return a copy in which known fields of parsed command-line objects are replaced by their values."""
         return cast(Node, _Constants(self).visit(copy.deepcopy(node)))
 
@@ -330,7 +330,7 @@ class Resolver:
     def _default(self, value: ast.expr) -> Any:
         """Return the default of a dataclass field, which may be written as ``field(default=...)``."""
         if isinstance(value, ast.Call) and called_name(value) == "field":
-            inner = {keyword.arg: keyword.value for keyword in value.keywords}
+            inner = keywords_of(value)
             made = inner.get("default_factory")
             if isinstance(made, ast.Lambda):
                 return self.value(made.body)

@@ -38,22 +38,13 @@ OF_SCRIPT: dict[str, Any] = {"gradient_checkpointing_use_reentrant": False}
 _REMOVED_ARGUMENTS: dict[str, Release] = {"torch_dtype": (0, 26), "gradient_checkpointing_use_reentrant": (0, 26)}
 _REMOVED: dict[str, dict[str, Release]] = {
     "GRPOConfig": {
-        "max_prompt_length": (0, 27),
-        "use_liger_loss": (0, 27),
-        "vllm_device": (0, 17),
-        "vllm_dtype": (0, 17),
-        "vllm_enable_prefix_caching": (0, 17),
-        "vllm_guided_decoding_regex": (0, 27),
-        "vllm_max_model_len": (0, 17),
+        "max_prompt_length": (0, 27), "use_liger_loss": (0, 27), "vllm_device": (0, 17), "vllm_dtype": (0, 17),
+        "vllm_enable_prefix_caching": (0, 17), "vllm_guided_decoding_regex": (0, 27), "vllm_max_model_len": (0, 17),
         "wandb_log_unique_prompts": (0, 26),
     },
     "RLOOConfig": {
-        "max_prompt_length": (0, 28),
-        "vllm_guided_decoding_regex": (0, 27),
-        "wandb_log_unique_prompts": (0, 26),
-        "reward_model_path": (0, 21),
-        "sft_model_path": (0, 21),
-        "whiten_rewards": (0, 21),
+        "max_prompt_length": (0, 28), "vllm_guided_decoding_regex": (0, 27), "wandb_log_unique_prompts": (0, 26),
+        "reward_model_path": (0, 21), "sft_model_path": (0, 21), "whiten_rewards": (0, 21),
         "normalize_advantage": (0, 21),
         **dict.fromkeys(
             (
@@ -67,31 +58,19 @@ _REMOVED: dict[str, dict[str, Release]] = {
     "SFTConfig": _SUPERVISED,
     "GKDConfig": _SUPERVISED,
     "DPOConfig": {
-        **_REFERENCE,
-        "max_target_length": (0, 13),
-        "reference_free": (0, 28),
-        "force_use_ref_model": (0, 28),
-        "rpo_alpha": (0, 28),
-        "use_num_logits_to_keep": (0, 16),
-        "use_logits_to_keep": (0, 28),
-        "tools": (0, 28),
+        **_REFERENCE, "max_target_length": (0, 13), "reference_free": (0, 28), "force_use_ref_model": (0, 28),
+        "rpo_alpha": (0, 28), "use_num_logits_to_keep": (0, 16), "use_logits_to_keep": (0, 28), "tools": (0, 28),
     },
     "KTOConfig": {**_REFERENCE, "truncation_mode": (0, 26)},
     "ORPOConfig": {"max_prompt_length": (0, 27), "label_pad_token_id": (0, 27), "truncation_mode": (0, 29)},
     "CPOConfig": {
-        "max_prompt_length": (0, 27),
-        "label_pad_token_id": (0, 27),
-        "padding_value": (0, 27),
+        "max_prompt_length": (0, 27), "label_pad_token_id": (0, 27), "padding_value": (0, 27),
         "truncation_mode": (0, 29),
     },
     "PPOConfig": {"exp_name": (0, 27)},
     "DistillationConfig": {
-        "lmbda": (1, 8),
-        "reverse_kl_top_1_mode": (1, 8),
-        "use_teacher_server": (1, 8),
-        "teacher_model_server_url": (1, 8),
-        "loss_top_k": (1, 8),
-        "loss_add_tail": (1, 8),
+        "lmbda": (1, 8), "reverse_kl_top_1_mode": (1, 8), "use_teacher_server": (1, 8),
+        "teacher_model_server_url": (1, 8), "loss_top_k": (1, 8), "loss_add_tail": (1, 8),
         **dict.fromkeys(
             ("max_length", "max_prompt_length", "num_generations", "generation_batch_size", "vllm_sync_frequency",
              "log_completions_steps", "wandb_entity", "wandb_project", "wandb_run_group"), (1, 9)
@@ -108,16 +87,11 @@ _RENAMED: dict[str, dict[str, str]] = {
     "GKDConfig": _SUPERVISED_NAMES,
     "PPOConfig": {"exp_name": "run_name"},
     "RLOOConfig": {
-        "rloo_k": "num_generations",
-        "cliprange": "epsilon",
-        "kl_coef": "beta",
-        "exp_name": "run_name",
-        "normalize_advantage": "normalize_advantages",
-        "normalize_reward": "normalize_advantages",
-        "num_ppo_epochs": "num_iterations",
-        "response_length": "max_completion_length",
+        "rloo_k": "num_generations", "cliprange": "epsilon", "kl_coef": "beta", "exp_name": "run_name",
+        "normalize_advantage": "normalize_advantages", "normalize_reward": "normalize_advantages",
+        "num_ppo_epochs": "num_iterations", "response_length": "max_completion_length",
     },
-}
+}  # fmt: skip
 """Config class (empty for all classes) -> old name of a field -> its present name.
 
 TRL 0.22 converts the fields of ``RLOOConfig`` in this way.
@@ -134,20 +108,14 @@ _REFERENCE_COPY: dict[str, tuple[Release, Any]] = {
 }
 _DEFAULTS: dict[str, dict[str, tuple[Release, Any]]] = {
     "GRPOConfig": {
-        **_SAMPLED,
-        **_REFERENCE_COPY,
-        "temperature": ((0, 17), 0.9),
-        "top_k": ((0, 17), 50),
-        "beta": ((0, 18), 0.04),
-        "loss_type": ((0, 21), "bnpo"),
-        "use_bias_correction_kl": ((1, 9), False),
-        "vllm_importance_sampling_correction": ((0, 22), False),
-        "vllm_importance_sampling_clip_max": ((0, 25), 2.0),
+        **_SAMPLED, **_REFERENCE_COPY, "temperature": ((0, 17), 0.9), "top_k": ((0, 17), 50), "beta": ((0, 18), 0.04),
+        "loss_type": ((0, 21), "bnpo"), "use_bias_correction_kl": ((1, 9), False),
+        "vllm_importance_sampling_correction": ((0, 22), False), "vllm_importance_sampling_clip_max": ((0, 25), 2.0),
     },
     "RLOOConfig": {**_SAMPLED, "reward_clip_range": ((0, 21), 10.0)},
     "DPOConfig": _REFERENCE_COPY,
     "RewardConfig": {"learning_rate": ((0, 23), 5e-5)},
-}
+}  # fmt: skip
 """Config class -> field -> (last release with the earlier default, this default)."""
 _BF16: tuple[Release, Any] = ((0, 18), False)
 """The same for ``bf16`` in every config class."""

@@ -8,7 +8,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gdpo_nemo.tools.interop.trl.arguments import ARGPARSE, called_name, check_names, declared, nodes_of, options_of
+from gdpo_nemo.tools.interop.trl.arguments import (
+    ARGPARSE,
+    called_name,
+    check_names,
+    declared,
+    keywords_of,
+    nodes_of,
+    options_of,
+)
 from gdpo_nemo.tools.interop.trl.code_module import DEFINITIONS, CodeModule
 from gdpo_nemo.tools.interop.trl.defaults import MODEL_CONFIG, SCRIPT_ARGUMENTS
 from gdpo_nemo.tools.interop.trl.names import Names, Parsed, Resolver, Unresolved, is_main_guard, settled, used
@@ -83,9 +91,8 @@ class _Reader:
         given = dict(zip(TRAINERS[self._kind].positional, self._call.args))
         for keyword in self._call.keywords:
             if keyword.arg is None:
-                raise ConfigError(
-                    f"{self._path}:{self._call.lineno}: {self._kind}(**...) with unknown arguments is not supported"
-                )
+                where = f"{self._path}:{self._call.lineno}"
+                raise ConfigError(f"{where}: {self._kind}(**...) with unknown arguments is not supported")
             given[keyword.arg] = keyword.value
         functions = [node for name, node in given.items() if name in _FUNCTIONS]
         self._copies = self._copies or (self._writes and self._saves_imports(functions))
@@ -144,7 +151,7 @@ class _Reader:
         return {key: value for key, value in given.items() if key not in added} | set_later
 
     def _set_later(self, name: str) -> dict[str, Any]:
-        """Return the values of assignments ``name.field = value``. Those in the function take precedence."""
+        """Return the values of assignments ``name.field = value``. An assignment in the function takes precedence."""
         found = {}
         for names in filter(None, (self._names.module, self._names.function)):
             for (owner, field), value in names.attributes.items():
@@ -212,7 +219,7 @@ class _Reader:
         if name != "LoraConfig" or not isinstance(call, ast.Call):
             self._run.notes["peft_config"] = f"{ast.unparse(call or node)} is not a readable LoraConfig(...)"
             return None
-        return {keyword.arg: self._names.value(keyword.value) for keyword in call.keywords if keyword.arg}
+        return {name: self._names.value(value) for name, value in keywords_of(call).items()}
 
     # -- rewards ------------------------------------------------------------------------------------------------
 
@@ -397,9 +404,10 @@ def _resolver(
     classes: Mapping[str, ast.ClassDef],
 ) -> Resolver:
     """Return a resolver for the script, after simplifying ``if`` statements with known tests."""
-    parsed: dict[str, Mapping[str, Any]] = {kind: {**known, **arguments} for kind, known in PARSED.items()}
-    parsed |= {f"trl.{kind}": known for kind, known in parsed.items()}
-    parsed |= {name: dict(arguments) for name in classes}
+    parsed: dict[str, Mapping[str, Any]] = {}
+    for kind, known in PARSED.items():
+        parsed[kind] = parsed[f"trl.{kind}"] = {**known, **arguments}
+    parsed |= dict.fromkeys(classes, dict(arguments))
     caller, call = _only_call(tree, function)
     parameters = _parameters(function, call) if function and call else {}
     inside = Names.of(function.body) if function else None
@@ -429,8 +437,7 @@ def _only_call(tree: ast.Module, function: ast.FunctionDef | None) -> tuple[ast.
 def _parameters(function: ast.FunctionDef, call: ast.Call) -> dict[str, ast.expr]:
     """Return the arguments of a call, by parameter name."""
     names = [argument.arg for argument in function.args.args]
-    given = dict(zip(names, call.args))
-    return given | {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+    return dict(zip(names, call.args)) | keywords_of(call)
 
 
 def _callable_name(node: ast.expr | None, otherwise: str) -> str:
@@ -486,20 +493,21 @@ def images_of(tree: ast.Module) -> str:
 def quantization_config(call: ast.Call, names: Resolver) -> str:
     """Return the source text of ``quantization_config`` in ``from_pretrained(...)`` (empty if the model is not
     quantized)."""
-    nodes = {keyword.arg: keyword.value for keyword in call.keywords}
-    if None in nodes:  # **kwargs
-        nodes |= _keywords_in(nodes[None], names)
+    nodes = keywords_of(call)
+    for keyword in call.keywords:
+        if keyword.arg is None:  # **kwargs
+            nodes |= _keywords_in(keyword.value, names)
     node = nodes.get("quantization_config")
     if node is None or names.value(node) is None or _is_dequantized(node, names):
         return ""
     return ast.unparse(node)
 
 
-def _keywords_in(node: ast.expr, names: Resolver) -> dict[str | None, ast.expr]:
+def _keywords_in(node: ast.expr, names: Resolver) -> dict[str, ast.expr]:
     """Return the entries of ``dict(...)`` or ``{...}``, which may be assigned to a name."""
     made = _assigned_expression(node, names)
     if isinstance(made, ast.Call) and ast.unparse(made.func) == "dict":
-        return {keyword.arg: keyword.value for keyword in made.keywords}
+        return keywords_of(made)
     if isinstance(made, ast.Dict):
         return {str(key.value): value for key, value in zip(made.keys, made.values) if isinstance(key, ast.Constant)}
     return {}
@@ -508,8 +516,8 @@ def _keywords_in(node: ast.expr, names: Resolver) -> dict[str | None, ast.expr]:
 def _is_dequantized(node: ast.expr, names: Resolver) -> bool:
     """Return whether quantized weights are dequantized when they are loaded."""
     made = _assigned_expression(node, names)
-    keywords = made.keywords if isinstance(made, ast.Call) else []
-    return any(keyword.arg == "dequantize" and names.value(keyword.value) is True for keyword in keywords)
+    value = keywords_of(made).get("dequantize") if isinstance(made, ast.Call) else None
+    return value is not None and names.value(value) is True
 
 
 def _assigned_expression(node: ast.expr, names: Resolver) -> ast.expr:
