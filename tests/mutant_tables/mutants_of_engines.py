@@ -111,9 +111,9 @@ ENGINES = (
         "a bucket is filled before it is copied",
     ),
     mutant(
-        "config/validate.py",
-        'and megatron.recompute != "selective":',
-        'and megatron.recompute == "none":',
+        "config/requirements.py",
+        'megatron_cfg.recompute == "selective",',
+        'megatron_cfg.recompute != "none",',
         "config/test_validate.py::test_switches_that_could_do_nothing_are_refused",
         "recompute_modules has no effect with recompute: full",
     ),
