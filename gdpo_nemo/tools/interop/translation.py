@@ -258,10 +258,6 @@ def assemble(
     return translation
 
 
-def _idle_keys(config: Config) -> list[str]:
-    return keys_without_effect(config, spec_of(config))
-
-
 def leave_out_idle_keys(translation: Translation, values: dict[str, Any]) -> dict[str, str]:
     """Remove keys that have no effect in the selected mode from the content and ``values``, and validate the config.
 
@@ -272,12 +268,14 @@ def leave_out_idle_keys(translation: Translation, values: dict[str, Any]) -> dic
     """
     removed: dict[str, str] = {}
     try:
-        while idle := _idle_keys(config := _loaded(translation.content)):
-            for sentence in idle:
+        config = _loaded(translation.content)
+        while sentences := keys_without_effect(config, spec_of(config)):
+            for sentence in sentences:
                 key, _, why = sentence.partition(": ")
                 del values[key]
                 removed[key] = why
             translation.content = nested(values)
+            config = _loaded(translation.content)
         validate(config)
     except ConfigError as error:
         if not translation.blockers:
