@@ -268,12 +268,14 @@ def leave_out_idle_keys(translation: Translation, values: dict[str, Any]) -> dic
     """
     removed: dict[str, str] = {}
     try:
-        while idle := keys_without_effect(config := _loaded(translation.content)):
-            for sentence in idle:
+        config = _loaded(translation.content)
+        while sentences := keys_without_effect(config):
+            for sentence in sentences:
                 key, _, why = sentence.partition(": ")
                 del values[key]
                 removed[key] = why
             translation.content = nested(values)
+            config = _loaded(translation.content)
         validate(config)
     except ConfigError as error:
         if not translation.blockers:

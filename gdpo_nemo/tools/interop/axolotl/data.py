@@ -125,7 +125,7 @@ def _unread(entries: Sequence[Mapping[str, Any]], key: str, findings: Findings) 
         "drop_system_message": "system messages are retained",
         "input_transform": "the transform is not executed",
     }
-    usual = dict.fromkeys(reasons, (None, False, "tokenizer_default", "main"))
+    usual: dict[str, tuple[Any, ...]] = dict.fromkeys(reasons, (None, False, "tokenizer_default", "main"))
     reasons["roles_to_train"] = "only the assistant's turns are trained"
     usual["roles_to_train"] = _TRAINS_ASSISTANT
     reasons["train_on_eos"] = "the end token of each answer is trained"

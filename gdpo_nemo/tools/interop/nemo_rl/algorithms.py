@@ -100,7 +100,8 @@ def _including_null(key: str) -> Act:
     return lambda value, recipe: RuleResult({key: None if value is None else float(value)})
 
 
-def _validation(act: Act) -> Act:
+def of_validation(act: Act) -> Act:
+    """Return a rule that applies ``act`` only if the recipe has validation data."""
     return where(lambda r: r.validates, act, idle("the recipe has no validation data"))
 
 
@@ -122,7 +123,7 @@ def _column(name: str) -> Act:
     return act
 
 
-_COUNT = _validation(where(
+_COUNT = of_validation(where(
     lambda r: r.get("grpo.val_batches", 0) > 0, required("gdpo.val_prompts"),
     idle("all validation rows are used")))  # fmt: skip
 _UNRANKED = idle("the most recent checkpoints are retained; losses do not rank checkpoints")

@@ -9,6 +9,7 @@ from gdpo_nemo.config.allowed_values import OPTIMIZER_DTYPES
 from gdpo_nemo.models.architectures import last_name
 from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.tools.interop.nemo_rl import algorithms
+from gdpo_nemo.tools.interop.nemo_rl.algorithms import of_validation
 from gdpo_nemo.tools.interop.nemo_rl.gym import uses_gym
 from gdpo_nemo.tools.interop.nemo_rl.more_keys import DATA, GENERATION, REST, variable_rules
 from gdpo_nemo.tools.interop.nemo_rl.recipe import Recipe
@@ -48,10 +49,6 @@ def _has_router_bias(recipe: Recipe) -> bool:
 
 def _of_mixture(act: Act) -> Act:
     return where(lambda recipe: recipe.model.mixture, act, idle("applies only to MoE models, and this model is dense"))
-
-
-def _validation(act: Act) -> Act:
-    return where(lambda recipe: recipe.validates, act, idle("the recipe has no validation data"))
 
 
 def _shaped(act: Act) -> Act:
@@ -129,14 +126,14 @@ GRPO = expanded([
     ("adv_estimator.normalize_rewards adv_estimator.use_leave_one_out_baseline",
      where(_reads_groups, required("gdpo.estimator"), idle("does not apply to the estimator reinforce_plus_plus"))),
     ("adv_estimator", required("gdpo.estimator")),
-    ("val_period", _validation(to("gdpo.val_period", lambda steps: max(0, steps)))),
-    ("val_at_start", _validation(to("gdpo.val_at_start"))),
+    ("val_period", of_validation(to("gdpo.val_period", lambda steps: max(0, steps)))),
+    ("val_at_start", of_validation(to("gdpo.val_at_start"))),
     ("val_at_end", idle("the last step is always validated if gdpo.val_period is set")),
-    ("val_start_at", _validation(missing("validation cannot be delayed to a later step", 0, -1))),
-    ("max_val_samples", _validation(required("gdpo.val_prompts"))),
-    ("val_batch_size", _validation(where(
+    ("val_start_at", of_validation(missing("validation cannot be delayed to a later step", 0, -1))),
+    ("max_val_samples", of_validation(required("gdpo.val_prompts"))),
+    ("val_batch_size", of_validation(where(
         lambda r: r.get("grpo.max_val_samples"), required("gdpo.val_prompts"), idle("all held-out rows are used")))),
-    ("val_num_generations_per_prompt", _validation(required("gdpo.val_generations_per_prompt"))),
+    ("val_num_generations_per_prompt", of_validation(required("gdpo.val_generations_per_prompt"))),
     ("num_val_generations_per_prompt", idle("not a NeMo-RL key; use val_num_generations_per_prompt")),
     ("stop_at_validation_*", missing(
         "early stopping is not supported; checkpointing.keep_best retains the best checkpoint")),

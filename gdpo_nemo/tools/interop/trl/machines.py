@@ -228,14 +228,13 @@ def _split(run: TrlRun, rows: Rows, split: str, findings: Findings) -> None:
 
 
 def _validation(run: TrlRun, findings: Findings) -> None:
-    strategy = str(run.get("evaluation_strategy", run.get("eval_strategy"))).rpartition(".")[2].lower()
-    if run.evaluation is None or strategy == "no":
+    if run.evaluation is None or not run.validates:
         return
     if run.evaluation.problem:
         findings.differs("eval_dataset", f"validation is off: {run.evaluation.problem}")
         return
     _split(run, run.evaluation, "validation", findings)
-    if strategy == "epoch":
+    if run.eval_strategy == "epoch":
         findings.differs("eval_strategy", "validation runs every 10 steps; TRL validates after each epoch")
         findings.set("gdpo.val_period", 10, "replaces eval_strategy epoch")
     else:
@@ -258,7 +257,7 @@ def _files(run: TrlRun, findings: Findings) -> None:
         findings.set(
             "run.name", str(run.get("run_name", Path(str(folder)).name)), "run_name, or the name of output_dir"
         )
-    strategy = str(run.get("save_strategy")).rpartition(".")[2].lower()
+    strategy = run.word("save_strategy")
     if strategy == "no":
         findings.set("checkpointing.enabled", False, "save_strategy no")
     elif strategy == "steps" and (period := run.steps_of("save_steps")):

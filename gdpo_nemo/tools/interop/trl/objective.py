@@ -301,7 +301,7 @@ def _length(run: TrlRun, findings: Findings) -> None:
 
 def _schedule(run: TrlRun, findings: Findings) -> None:
     """Set the learning-rate schedule, counted in updates. As in transformers, the warmup starts at 0."""
-    style = str(run.get("lr_scheduler_type")).rpartition(".")[2].lower()
+    style = run.word("lr_scheduler_type")
     extra: dict[str, Any] = dict(run.get("lr_scheduler_kwargs", {}) or {})
     shapes = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
     shapes["cosine_with_min_lr"] = "cosine"

@@ -191,18 +191,13 @@ def _trained_tokens(run: TrlRun, findings: Findings) -> None:
     has_messages = "messages" in first or "messages" in run.train.columns
     if completion_only is False or has_messages:
         why = "completion_only_loss is false" if completion_only is False else "TRL trains all tokens of messages"
-        for split in ("train", *(["validation"] if _validates(run) else [])):
+        for split in ("train", *(["validation"] if run.validates else [])):
             findings.set(f"data.{split}.train_on", "all", why)
     elif "completion" not in first and "completion" not in run.train.columns:
         what = (
             "only answers are trained, as in TRL for rows with prompt and completion; TRL trains all tokens of messages"
         )
         findings.differs("completion_only_loss", f"{what} (data.train.train_on: all)")
-
-
-def _validates(run: TrlRun) -> bool:
-    strategy = str(run.get("evaluation_strategy", run.get("eval_strategy"))).rpartition(".")[2].lower()
-    return run.evaluation is not None and strategy != "no"
 
 
 def _reference(run: TrlRun, findings: Findings) -> None:

@@ -134,6 +134,20 @@ class TrlRun:
             value = self.defaults.get(key)
         return default if value is None else value
 
+    def word(self, name: str) -> str:
+        """Return a field that transformers defines as an enumeration, such as ``IntervalStrategy.NO``, as ``no``."""
+        return str(self.get(name)).rpartition(".")[2].lower()
+
+    @property
+    def eval_strategy(self) -> str:
+        """When TRL validates: no, steps or epoch."""
+        return self.word("eval_strategy" if self.get("evaluation_strategy") is None else "evaluation_strategy")
+
+    @property
+    def validates(self) -> bool:
+        """True if the run has validation data and uses it."""
+        return self.evaluation is not None and self.eval_strategy != "no"
+
     @property
     def completion_length(self) -> int:
         """Maximum number of tokens in a completion."""
