@@ -317,10 +317,9 @@ def build_chunks(
     layout: MegatronConfig,
     dtype: torch.dtype,
     *,
+    model_class: type[PolicyModel] = PolicyModel,
     temperature: float = 1.0,
     adapted: bool = False,
-    scores: bool = False,
-    values: bool = False,
     sharing: bool = False,
 ) -> tuple[TransformerConfig, list[PolicyModel]]:
     """Return Megatron's configuration and this rank's randomly initialised model chunks, on its device.
@@ -328,10 +327,9 @@ def build_chunks(
     There is one chunk, or one per virtual pipeline stage.
 
     Args:
+        model_class: class of the chunks, which determines the head.
         temperature: sampling temperature, by which logits are divided.
         adapted: True to prepare the layers for adapters (see ``layer_spec``).
-        scores: True to replace the output layer with the score head of a reward model.
-        values: True to add a value head.
         sharing: True if packs may contain shared prompts.
 
     Raises:
@@ -340,22 +338,14 @@ def build_chunks(
     description = description_of(hf)
     use_te = _uses_engine(layout, description.family)
     layers = layer_attentions(hf, description)
-    attention = select_attention(
-        layout.attention_backend,
-        use_te,
-        sharing,
-        special=description.special_attention,
-        latent=description.family.latent is not None,
-    )
+    special, latent = description.special_attention, description.family.latent is not None
+    attention = select_attention(layout.attention_backend, use_te, sharing, special, latent)
     config = transformer_config(hf, description, layout, dtype, use_te, attention)
     fused = use_fused_logprobs(layout.fused_logprobs, description.logit_cap)
     # Only TransformerEngine's attention uses the model's rotary angles. The others compute their angles.
     rotary = layers[0].rotary if attention is Attention.ENGINE else None
     virtual = layout.virtual_pipeline_model_parallel_size
     tensor_size = layout.tensor_model_parallel_size
-    model_class = ValueModel if values else PolicyModel
-    if scores:
-        model_class = ScoreModel
     chunks = []
     for stage in range(virtual) if virtual else [None]:
         model = model_class(
@@ -465,8 +455,11 @@ def build(
     from gdpo_nemo.models.hf_folder import open_weights
 
     hf = _read_config(folder)
-    options: dict[str, bool] = dict(scores=scores, values=value_lr_mult is not None, sharing=sharing)
-    config, chunks = build_chunks(hf, layout, dtype, temperature=temperature, adapted=lora is not None, **options)
+    model_class = PolicyModel if value_lr_mult is None else ValueModel
+    if scores:
+        model_class = ScoreModel
+    options: dict[str, bool] = dict(adapted=lora is not None, sharing=sharing)
+    config, chunks = build_chunks(hf, layout, dtype, model_class=model_class, temperature=temperature, **options)
     modules: list[torch.nn.Module] = list(chunks)
     read = open_weights(folder, finite=True)
     load_hf(modules, with_score_head(read, hf, seed) if scores else read, hf)

@@ -31,10 +31,8 @@ def kernels_are_usable(packages: tuple[str, ...]) -> bool:
     return torch.cuda.is_available() and all(find_spec(name) for name in packages)
 
 
-# The projections are built like those of Megatron's recurrent layers.
-
-
 def _input_projection(submodules: Any, config: Any, inputs: int, outputs: int, tp_group: Any) -> Any:
+    """Return the first projection of a recurrent layer, with the arguments that Megatron's layers pass to it."""
     return build_module(
         submodules.in_proj,
         inputs,
@@ -51,6 +49,7 @@ def _input_projection(submodules: Any, config: Any, inputs: int, outputs: int, t
 
 
 def _output_projection(submodules: Any, config: Any, inputs: int, outputs: int, tp_group: Any) -> Any:
+    """Return the last projection of a recurrent layer, with the arguments that Megatron's layers pass to it."""
     return build_module(
         submodules.out_proj,
         inputs,

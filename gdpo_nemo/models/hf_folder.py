@@ -70,11 +70,12 @@ def weight_names(folder: str | Path) -> list[str]:
 
     A tied output layer and multi-token-prediction layers are omitted.
     """
-    folder = Path(folder)
-    config = json.loads((folder / "config.json").read_text())
-    tied = config.get("tie_word_embeddings")
-    omitted = set(prediction_weights(_weight_map(folder), config))
-    return [name for name in _weight_map(folder) if not (tied and name == "lm_head.weight") and name not in omitted]
+    config = json.loads((Path(folder) / "config.json").read_text())
+    names = stored_names(folder)
+    omitted = set(prediction_weights(names, config))
+    if config.get("tie_word_embeddings"):
+        omitted.add("lm_head.weight")
+    return [name for name in names if name not in omitted]
 
 
 def stored_names(folder: str | Path) -> list[str]:
