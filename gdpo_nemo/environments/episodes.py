@@ -141,7 +141,7 @@ def _checked_observation(value: Any) -> Observation:
     ):
         if any(m["role"] == "assistant" for m in value):
             raise RunError("an observation contains an assistant message; only the policy may write assistant messages")
-        observation = [dict(message) for message in value]
+        observation = list(map(dict, value))
     else:
         raise RunError(f"an observation must be text or chat messages, not {str(value)[:40]!r}")
     length = len(str(observation))

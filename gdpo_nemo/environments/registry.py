@@ -165,7 +165,7 @@ def find_plugin(name: str, plugin: str) -> Any:
         return ImportPath(BUILT_IN[plugin]).load()
     installed = {point.value: point for point in entry_points(group=ENTRY_POINT_GROUP, name=plugin)}
     if len(installed) > 1:
-        import_paths = " and ".join(origin(point) for point in installed.values())
+        import_paths = " and ".join(map(origin, installed.values()))
         raise ConfigError(
             f"env.{name}: several packages provide an environment {plugin!r} ({import_paths}); set the import path"
         )

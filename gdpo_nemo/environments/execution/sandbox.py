@@ -220,7 +220,7 @@ class _Process:
             return
         try:
             with open(f"/proc/{self._popen.pid}/task/{self._popen.pid}/children", encoding="ascii") as file:
-                first = [int(pid) for pid in file.read().split()]
+                first = list(map(int, file.read().split()))
             for pid in first:
                 os.kill(pid, signal.SIGKILL)
         except (FileNotFoundError, ProcessLookupError):  # it has just ended

@@ -46,7 +46,7 @@ def read_row(row: Mapping[str, Any], agent: bool = False) -> dict[str, Any]:
     written_later = agent and parameters.get("input") == []
     shown = {**parameters, "input": ""} if written_later else parameters
     columns: dict[str, Any] = {"messages": _messages(shown), ROW: row}
-    if tools := [_chat_tool(tool) for tool in parameters.get("tools") or []]:
+    if tools := list(map(_chat_tool, parameters.get("tools") or [])):
         columns["tools"] = tools
     return columns
 

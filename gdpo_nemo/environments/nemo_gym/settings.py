@@ -145,7 +145,7 @@ def read_rules(entries: Any) -> tuple[RewardRule, ...]:
         return ()
     if not isinstance(entries, (list, tuple)) or not entries:
         raise ConfigError("rewards: must be a list of {name, path, weight, missing}")
-    rules = tuple(_rule(entry) for entry in entries)
+    rules = tuple(map(_rule, entries))
     names = [rule.name for rule in rules]
     for name in names:
         if names.count(name) > 1:

@@ -149,7 +149,7 @@ def first_prompt(settings: Settings, prompt: Prompt, observation: Mapping[str, A
         return None
     if prompt.messages is None:
         return f"{prompt.text}\n\n{text}"
-    *before, last = (dict(message) for message in prompt.messages)
+    *before, last = map(dict, prompt.messages)
     if last.get("role") == "user":
         return [*before, {**last, "content": f"{last['content']}\n\n{text}"}]
     return [*before, last, {"role": "user", "content": text}]

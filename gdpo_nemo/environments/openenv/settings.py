@@ -149,9 +149,9 @@ def _is_object(value: Any) -> bool:
 def _count_placeholders(value: Any) -> int:
     """Count the placeholders for the policy's text in an action."""
     if isinstance(value, Mapping):
-        return sum(_count_placeholders(part) for part in value.values())
+        return sum(map(_count_placeholders, value.values()))
     if isinstance(value, (list, tuple)):
-        return sum(_count_placeholders(part) for part in value)
+        return sum(map(_count_placeholders, value))
     return int(isinstance(value, str) and value == ANSWER)
 
 
@@ -178,7 +178,7 @@ def _reset(value: Any) -> dict[str, Any]:
 
 def _choice(key: str, value: Any, enum_class: type[StrEnum]) -> Any:
     if value not in list(enum_class):
-        names = [str(choice) for choice in enum_class]
+        names = list(map(str, enum_class))
         raise ConfigError(f"{key}: {value!r} is not one of {', '.join(names)}{nearest(str(value), names)}")
     return enum_class(value)
 

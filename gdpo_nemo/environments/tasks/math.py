@@ -57,7 +57,7 @@ class Math(Environment):
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
         """Return one verdict per trajectory."""
-        return [self._verdict(trajectory) for trajectory in trajectories]
+        return list(map(self._verdict, trajectories))
 
     def _verdict(self, trajectory: Trajectory) -> Verdict:
         try:

@@ -98,7 +98,7 @@ class NumberAnswer(Environment):
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
         """Return one verdict per trajectory. Raises RunError for a row whose answer is not a number."""
-        return [self._verdict(trajectory) for trajectory in trajectories]
+        return list(map(self._verdict, trajectories))
 
     def rows(self, split: str, size: int | None, seed: int) -> list[Mapping[str, Any]]:
         """Return at most ``size`` questions about ordered pairs of different numbers, shuffled with the seed."""

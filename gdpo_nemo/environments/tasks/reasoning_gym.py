@@ -78,7 +78,7 @@ class ReasoningGym(Environment):
         """Return one verdict per trajectory. If the library's scorer raises, the outcome is ``ENV_FAILED``."""
         if self._scorer is None:
             self.prepare()
-        return [self._verdict(trajectory) for trajectory in trajectories]
+        return list(map(self._verdict, trajectories))
 
     def examples(self, row: Mapping[str, Any]) -> list[str]:
         """Return the right answer in the right format."""

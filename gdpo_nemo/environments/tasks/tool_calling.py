@@ -163,7 +163,7 @@ def _read_calls(text: str) -> list[Call]:
         raise _Unreadable
     block = text.partition("<tool_call>")[2].partition("</tool_call>")[0].strip()
     try:
-        return [json.loads(line) for line in block.split("\n")]
+        return list(map(json.loads, block.split("\n")))
     except (ValueError, RecursionError) as error:
         raise _Unreadable from error
 

@@ -252,7 +252,7 @@ def _prompt(prompt: Prompt, reset_text: Any) -> Any:
         return None
     if prompt.messages is None:
         return f"{prompt.text}{reset_text}"
-    *before, last = (dict(message) for message in prompt.messages)
+    *before, last = map(dict, prompt.messages)
     return [*before, {**last, "content": f"{last['content']}{reset_text}"}]
 
 
