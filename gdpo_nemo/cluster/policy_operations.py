@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate
 
 from gdpo_nemo.data.records import GradientProducts
 
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from gdpo_nemo.megatron.component_gradients import ComponentGradients
     from gdpo_nemo.megatron.policy import Policy
 
-P = ParamSpec("P")
-T = TypeVar("T")
-Method: TypeAlias = Callable[Concatenate["PolicyOperations", P], T]
+type Method[**P, T] = Callable[Concatenate[PolicyOperations, P], T]
 
 
 def _of_rank_0(results: Sequence[Any]) -> Any:
@@ -44,7 +42,7 @@ class Operation:
         return self.what.format_map(bound.arguments)
 
 
-def on_all_ranks(
+def on_all_ranks[**P, T](
     what: str, phase: str | None = None, combine: Callable[[Sequence[Any]], Any] = _of_rank_0
 ) -> Callable[[Method[P, T]], Method[P, T]]:
     """Make a method an operation: a rank runs its body, and the driver calls it on all ranks.

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -305,9 +305,6 @@ async def cancel_all(tasks: Any) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-Result = TypeVar("Result")
-
-
 class CallSampler:
     """Sampling function of one call. Any thread may call the function except the thread of the fleet's event loop.
 
@@ -349,7 +346,7 @@ class CallSampler:
             pending.cancel()
 
 
-async def call_within(limit_s: float | None, call: Callable[[], Result], sampler: CallSampler) -> Result | None:
+async def call_within[Result](limit_s: float | None, call: Callable[[], Result], sampler: CallSampler) -> Result | None:
     """Run ``call`` in a thread and return its result, or None if the call takes more than ``limit_s`` seconds.
 
     A call that exceeds the limit continues, but its requests are cancelled and its result is ignored.
@@ -369,7 +366,7 @@ async def call_within(limit_s: float | None, call: Callable[[], Result], sampler
     return None
 
 
-def _abandon(future: asyncio.Future[Result], sampler: CallSampler) -> None:
+def _abandon(future: asyncio.Future[Any], sampler: CallSampler) -> None:
     sampler.end()
     # Retrieve the exception, so that asyncio does not warn about an unretrieved exception.
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
