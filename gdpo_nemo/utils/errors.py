@@ -101,9 +101,27 @@ class GdpoError(Exception):
 
 
 class ConfigError(GdpoError):
-    """The config is invalid. The message names the key and the change to make."""
+    """The config or an input file is invalid. The message has the form ``key: problem; remedy``.
+
+    A problem without a key is raised where the key is not known. A caller that knows it adds it by ``within``.
+    """
 
     kind = FailureKind.CONFIG
+
+    @property
+    def key(self) -> str:
+        """Config key, command option or file at the start of the message. Empty if the message starts with none."""
+        key, separator, _ = str(self).partition(": ")
+        return key if separator and " " not in key else ""
+
+    @property
+    def problem(self) -> str:
+        """The message without the key. It contains the remedy, if there is one."""
+        return str(self).removeprefix(f"{self.key}: ")
+
+    def within(self, key: str) -> ConfigError:
+        """Return the error of ``key`` that has this error as its problem."""
+        return ConfigError(f"{key}: {self}")
 
 
 class RunError(GdpoError):

@@ -62,22 +62,28 @@ def reference(model_folder):
 
 @pytest.fixture(scope="session")
 def table(request):
-    """``table[model, layout] = (packed, alone)``: largest relative errors; put where ``--layout-table`` says."""
+    """``table[model, layout] = (packed, alone)``: largest relative differences, written for ``--layout-table``."""
     found: dict[tuple[str, str], tuple[float, float]] = {}
     yield found
     path = request.config.getoption("--layout-table")
     if path:
-        lines = [
-            f"| {model} | {layout} | {packed:.1e} | {alone:.1e} |"
-            for (model, layout), (packed, alone) in sorted(found.items())
-        ]
-        write_table(Path(path), "| model | layout | packed | each sequence alone |", lines)
+        write_table(Path(path), layout_table(found))
 
 
-def write_table(path: Path, header: str, lines: list[str]) -> None:
-    """Put a table in place of the one with the same header; what the file says above it stays."""
-    above = path.read_text().partition(header)[0] if path.is_file() else ""
-    path.write_text(above + "\n".join([header, "|---" * (header.count("|") - 1) + "|", *lines]) + "\n")
+def layout_table(found: dict[tuple[str, str], tuple[float, float]]) -> str:
+    """Return a table with a row per layout: the number of models, and their largest differences."""
+    lines = ["| layout | models | packed | each sequence alone |", "|---|---|---|---|"]
+    for layout in sorted({layout for _, layout in found}):
+        pairs = [pair for (_, other), pair in found.items() if other == layout]
+        packed, alone = (max(ways) for ways in zip(*pairs))
+        lines.append(f"| {layout} | {len(pairs)} | {packed:.1e} | {alone:.1e} |")
+    return "\n".join(lines)
+
+
+def write_table(path: Path, table: str) -> None:
+    """Replace a file from the first line of the table on. The text above this line is not changed."""
+    above = path.read_text().partition(table.splitlines()[0])[0] if path.is_file() else ""
+    path.write_text(f"{above}{table}\n")
 
 
 @pytest.fixture(scope="session")

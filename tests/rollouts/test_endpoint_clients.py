@@ -280,7 +280,8 @@ HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: cl
         (HEAD, 408, b"header of a request did not arrive"),
         (HEAD + b"content-length: 100\r\n\r\n{", 408, b"no further part of the request arrived"),
         (HEAD + b"transfer-encoding: chunked\r\n\r\n5\r\n{", 408, b"no further part of the request arrived"),
-        (HEAD + b"x: " + b"x" * (65_540 - len(HEAD)), 400, b"Invalid HTTP request"),  # all of it is read
+        (HEAD + b"x: " + b"x" * 20_000_000, 400, b"Invalid HTTP request"),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\nno length" + b"x" * 1_000_000, 400, b"Invalid HTTP request"),
         (HEAD + b"content-length: -1\r\n\r\n", 400, b"Invalid HTTP request"),
         (b"\x16\x03\x01\x02\x00 no http\r\n\r\n", 400, b"Invalid HTTP request"),
         (HEAD + b"content-length: 3\r\n\r\n[1]", 400, b"must be a JSON object"),

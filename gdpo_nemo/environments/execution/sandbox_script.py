@@ -98,8 +98,8 @@ def _start_runs(job: Mapping[str, Any], settings: Mapping[str, Any], null: int) 
             os.kill(child, signal.SIGKILL)
         _, status, usage = os.wait4(child, 0)
         cpu_s, code = usage.ru_utime + usage.ru_stime, os.waitstatus_to_exitcode(status)
-        # The kernel may kill a program shortly before its measured CPU time reaches the limit.
-        if cpu_s > settings["cpu_s"] or (code == -signal.SIGKILL and cpu_s > 0.9 * settings["cpu_s"]):
+        # The kernel counts clock ticks for the limit, which may be far more than the CPU time that it reports.
+        if cpu_s > settings["cpu_s"] or code == -signal.SIGXCPU:
             stopped = stopped or "cpu time"
         reached, output = os.read(state_reader, 2).decode(), output[:left]
         report = {"reached": reached, "code": code, "cpu_s": cpu_s, "stopped": stopped, "length": len(output)}
@@ -279,8 +279,9 @@ def _mount(readable: Sequence[str]) -> None:
 
 def _confine(cpu_s: int, memory_bytes: int) -> None:
     """Set the resource limits and the seccomp filter of this process."""
+    # At the limit of CPU time, SIGXCPU ends a program. A program that ignores it is killed a second later.
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
     for kind, value in (
-        (resource.RLIMIT_CPU, cpu_s),
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_FSIZE, TMP_BYTES),
         (resource.RLIMIT_NOFILE, _MAX_FILES),

@@ -28,6 +28,8 @@ Events = Callable[[Reply, Reply], Iterator[str]]
 SESSION_HEADER = "x-session-id"
 REQUEST_S = 60.0
 """Seconds after which a connection without a complete header, or without a further part of the body, is closed."""
+LINGER_S = 5.0
+"""Seconds for which the rest of an invalid request is read and discarded."""
 _START_S = 300.0
 _STOP_S = 10.0
 
@@ -85,6 +87,7 @@ class _Protocol(H11Protocol):
     """
 
     _timer: asyncio.TimerHandle | None = None
+    _refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         """Start the timer."""
@@ -93,8 +96,11 @@ class _Protocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Start the timer if a header is incomplete. Stop the timer if the header is complete."""
+        if self._refused:
+            return
         super().data_received(data)
-        self._watch()
+        if not self._refused:
+            self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timer."""
@@ -114,12 +120,32 @@ class _Protocol(H11Protocol):
 
     def _close_late(self) -> None:
         self._timer = None
-        if self.transport.is_closing() or self.conn.their_state is not h11.IDLE:
+        if not self.transport.is_closing() and self.conn.their_state is h11.IDLE:
+            self._refuse("408 Request Timeout", f"the header of a request did not arrive within {REQUEST_S:g} s")
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer a request that is not valid HTTP, and close the connection."""
+        self._refuse("400 Bad Request", msg)
+
+    def _refuse(self, status: str, text: str) -> None:
+        """Answer, then close the connection when the client has closed its side or after ``LINGER_S``.
+
+        If a socket is closed while the client is still sending, the kernel resets the connection, and the client may
+        lose the answer.
+        """
+        self._stop_watching()
+        self._refused = True
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # an answer has begun
+            self.transport.close()
             return
-        text = f"the header of a request did not arrive within {REQUEST_S:g} s".encode()
-        head = f"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: {len(text)}\r\n\r\n"
-        self.transport.write(head.encode() + text)
-        self.transport.close()
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        head = f"HTTP/1.1 {status}\r\nconnection: close\r\ncontent-length: {len(text)}\r\n\r\n"
+        self.transport.write((head + text).encode())
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self._timer = self.loop.call_later(LINGER_S, self.transport.close)
 
 
 def _check_client(request: Request, hosts: set[str], pages: set[str], token: str | None) -> None:
