@@ -22,6 +22,8 @@ from bad_input_of_runs import EVAL, EXPLAIN, HEALTH, PLAN, RECIPES, ROLLOUTS, RU
 from gdpo_nemo.commands import cli
 from gdpo_nemo.utils import import_trial
 
+pytestmark = pytest.mark.slow
+
 DRY = "train --dry-run --config {d}/good.yaml"
 TRAIN = "train --config {d}/good.yaml"
 SIMULATE = "simulate --config {d}/good.yaml"
@@ -364,7 +366,6 @@ def _seconds_of_cpu() -> float:
     return used.user + used.system + used.children_user + used.children_system
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "command, damage, expected", CASES, ids=[f"{n:03d} {case[0][:40]}" for n, case in enumerate(CASES)]
 )
@@ -410,7 +411,6 @@ def test_there_are_enough_cases_and_each_command_has_some():
     assert all(any(case[0].split(" ")[0] == command for case in CASES) for command in (*commands, "env"))
 
 
-@pytest.mark.slow
 def test_the_world_is_good_before_it_is_spoilt(world, capsys):
     for command in (
         "train --dry-run --config {d}/good.yaml",

@@ -247,6 +247,7 @@ def test_naming_an_environment_imports_no_other():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_only_the_base_class_looks_up_capabilities_by_name():
     """``getattr(environment, "...")`` in one file alone: what there is to ask is an attribute of ``Environment``."""
     members = {name for name in vars(Environment) if not name.startswith("_")} | {"play"}

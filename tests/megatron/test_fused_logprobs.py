@@ -14,6 +14,8 @@ from rank_pool import RankPool
 
 from gdpo_nemo.algorithms import LossSettings
 
+pytestmark = pytest.mark.slow
+
 SAME_SUMS = ("OPENBLAS_CORETYPE", "Prescott")
 """The interpreter multiplies tiles with NumPy. On AMD's CPUs, OpenBLAS sums a row in an order that depends on its place
 in the tile, which a GPU does not; its oldest kernels do not either."""
@@ -66,7 +68,6 @@ def assert_equal(found, expected, tolerance=1e-6):
 VOCABULARIES = [(101, 105), (1003, 1005), (3, 9)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("vocabulary, padded", VOCABULARIES)
 def test_values_and_gradients_equal_the_reference_to_1e6(interpreted, ranks, vocabulary, padded):
@@ -164,7 +165,6 @@ def test_half_precision_is_accumulated_in_float32(interpreted, precision, roundi
         assert np.abs(ours - theirs).max() < 2 * rounding * np.abs(theirs).max()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout, model",
     [("TP1", "qwen2"), ("TP2+SP", "qwen2"), ("TP2+SP", "qwen2-tied"), ("DP2+OVERLAP", "qwen2"),

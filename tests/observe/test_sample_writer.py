@@ -146,6 +146,7 @@ def test_a_log_writes_the_samples_and_closes_with_all_of_them(config, run_dir):
     assert not any("failed" in alert["text"] for alert in read_alerts(run_dir))
 
 
+@pytest.mark.slow
 def test_samples_that_a_checkpoint_counts_are_left_when_power_is_lost(config, run_dir, tmp_path, monkeypatch):
     run_dir.mkdir(exist_ok=True)
     disk = SyncedDisk(run_dir)
@@ -163,6 +164,7 @@ def test_samples_that_a_checkpoint_counts_are_left_when_power_is_lost(config, ru
     disk.close()
 
 
+@pytest.mark.slow
 def test_requested_number_of_groups_is_written_with_all_their_fields(config, run_dir):
     config.rollout.save_groups = 2
     log = RunLog(config, run_dir)
@@ -180,6 +182,7 @@ def test_requested_number_of_groups_is_written_with_all_their_fields(config, run
     assert len(read_rollouts(dict(validation_files(run_dir))[1])) == 9
 
 
+@pytest.mark.slow
 def test_a_disk_that_fails_for_samples_is_one_alert_and_no_end(config, run_dir, disk):
     disk.error = OSError(28, "No space left on device")
     disk.free.set()
