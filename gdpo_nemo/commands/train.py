@@ -281,6 +281,6 @@ def _check_one_row(config: Config, name: str, environment: Any, row: Row, key: s
     try:
         check = check_environment(name, options, environment, [row], timeout_s=rollout.env_timeout_s, key=key)
     except ConfigError as error:
-        raise ConfigError(f"env.{name}: {error}") from None
+        raise error.within(f"env.{name}") from None
     failed = f", {check.failed} would be masked ({check.reasons})" if check.failed else ""
     return f"env.{name}: verified {len(check.samples)} completions for row {row['id']} in {check.start_s:.1f} s{failed}"

@@ -336,7 +336,7 @@ def check_teacher(config: Config, algorithm: AlgorithmSpec, layout: Layout) -> N
     try:
         fields = check_model(policy, layout).fields or {}
     except ConfigError as error:
-        raise ConfigError(f"{_KEY}: {str(error).removeprefix('policy.model_name: ')}") from None
+        raise ConfigError(f"{_KEY}: {error.problem}") from None
     vocabulary = (read_model(config.policy).fields or {}).get("vocab_size", 0)
     # ``fields`` is empty if the config of a hub model is not available on this machine.
     if fields and fields.get("vocab_size", 0) < vocabulary:

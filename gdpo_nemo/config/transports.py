@@ -85,7 +85,7 @@ def _declared(name: str) -> Declared:
     try:
         source = ImportPath(transport_import_path(name)).read_class()
     except ConfigError as error:
-        raise ConfigError(f"weights.transport: {error}") from None
+        raise error.within("weights.transport") from None
     if BASE not in source.ancestry:
         raise ConfigError(
             f"weights.transport: {name} must be a subclass of Transport in its source (from gdpo_nemo import Transport)"

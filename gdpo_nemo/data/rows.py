@@ -168,7 +168,7 @@ def _rows_of_function(import_path: str, key: str) -> list[Row]:
         with exits_contained():
             rows: list[Row] = list(map(dict, ImportPath(import_path).load()()))
     except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from error
+        raise error.within(key) from error
     except Exception as error:  # user code may raise any exception
         raise ConfigError(f"{key}: {import_path} returned no rows: {first_line(error)}") from error
     _check_texts(rows, f"{key}: {import_path}")
@@ -468,7 +468,7 @@ def _transform(dataset: DatasetConfig, split: str) -> tuple[Transform | None, li
     try:
         function = ImportPath(dataset.type).load()
     except ConfigError as error:
-        raise ConfigError(f"data.{split}.type: {error}") from error
+        raise error.within(f"data.{split}.type") from error
     if not callable(function):
         raise ConfigError(f"{where}: must be a function, got {_short(function)}")
     try:

@@ -88,7 +88,7 @@ def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Env
         with exits_contained():
             environment = adapted(make(options))
     except ConfigError as error:
-        raise ConfigError(f"env.{name}: {error}") from error
+        raise error.within(f"env.{name}") from error
     except Exception as error:  # the constructor may be user code
         raise ConfigError(f"env.{name}: {plugin} could not be built: {first_line(error)}") from error
     _check_environment(name, plugin, environment)
@@ -179,7 +179,7 @@ def find_plugin(name: str, plugin: str) -> Any:
     try:
         return ImportPath(plugin).load()
     except ConfigError as error:
-        raise ConfigError(f"env.{name}.plugin: {error}") from error
+        raise error.within(f"env.{name}.plugin") from error
 
 
 def _check_environment(name: str, plugin: str, environment: Environment) -> None:

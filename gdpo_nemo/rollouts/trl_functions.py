@@ -54,7 +54,7 @@ def load_rollout_function(reference: str) -> RolloutFunction:
     try:
         function = ImportPath(reference).load()
     except ConfigError as error:
-        raise ConfigError(f"rollout.function: {error}") from error
+        raise error.within("rollout.function") from error
     if not callable(function):
         raise ConfigError(f"rollout.function: {reference} is not callable")
     if inspect.iscoroutinefunction(function):

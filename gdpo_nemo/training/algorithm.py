@@ -158,7 +158,7 @@ def load_algorithm(config: Config, spec: AlgorithmSpec) -> type[Algorithm[Any, A
     try:
         found = ImportPath(spec.import_path).load()
     except ConfigError as error:
-        raise ConfigError(f"algorithm.type: {error}") from error
+        raise error.within("algorithm.type") from error
     if not (isinstance(found, type) and issubclass(found, Algorithm)):
         raise ConfigError(f"algorithm.type: {name} is not a subclass of gdpo_nemo.Algorithm")
     if missing := sorted(found.__abstractmethods__):

@@ -191,7 +191,7 @@ def load_functions(key: str, import_paths: Iterable[str], classes: bool = False)
         try:
             found[import_path] = ImportPath(import_path).load()
         except ConfigError as error:
-            raise ConfigError(f"{key}: {error}") from error
+            raise error.within(key) from error
         if isinstance(found[import_path], type):
             if not classes:
                 raise ConfigError(f"{key}: {import_path} is a class; this key requires a function")

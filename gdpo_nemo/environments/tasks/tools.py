@@ -64,7 +64,7 @@ def _load(key: str, reference: Any) -> Tool:
     try:
         tool: Tool = ImportPath(reference).load()
     except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from error
+        raise error.within(key) from error
     if isinstance(tool, type) or not callable(tool) or not hasattr(tool, "__name__"):
         raise ConfigError(f"{key}: must be a function ({reference})")
     return tool

@@ -262,7 +262,7 @@ def load_transport(name: str) -> type[Transport]:
     try:
         transport_class = ImportPath(transport_import_path(name)).load()
     except ConfigError as error:
-        raise ConfigError(f"weights.transport: {error}") from error
+        raise error.within("weights.transport") from error
     if not (isinstance(transport_class, type) and issubclass(transport_class, Transport)):
         raise ConfigError(f"weights.transport: {name} is not a subclass of gdpo_nemo.Transport")
     missing = ", ".join(sorted(transport_class.__abstractmethods__))

@@ -541,5 +541,5 @@ def _of_folder(folder: Path) -> KnownModel:
         content = read_model_config(folder / "config.json")
         model = describe(content)
     except ConfigError as error:
-        return KnownModel("", refusal=str(error).removeprefix("policy.model_name: "))
+        return KnownModel("", refusal=error.problem)
     return KnownModel(model.family.model_type, model.experts > 0, tied=model.tied)
