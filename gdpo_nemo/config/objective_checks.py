@@ -336,7 +336,9 @@ def check_teacher(config: Config, algorithm: AlgorithmSpec, layout: Layout) -> N
     try:
         fields = check_model(policy, layout).fields or {}
     except ConfigError as error:
-        raise ConfigError(f"{_KEY}: {error.problem}") from None
+        if error.key == "policy.model_name":
+            raise ConfigError(f"{_KEY}: {error.problem}") from None
+        raise error.within(_KEY) from None
     vocabulary = (read_model(config.policy).fields or {}).get("vocab_size", 0)
     # ``fields`` is empty if the config of a hub model is not available on this machine.
     if fields and fields.get("vocab_size", 0) < vocabulary:

@@ -1,8 +1,8 @@
 """Functions for ``data.<split>.type`` that convert rows to the columns of ``docs/trainers.md``.
 
 Configs that are translated from NeMo-RL and axolotl name these functions. They correspond to ``format_data`` of
-NeMo-RL's classes in ``data/datasets``, and to axolotl's instruction formats. Their names are part of saved configs, so a
-function that is renamed needs an entry in ``_RENAMED`` of ``utils``.
+NeMo-RL's classes in ``data/datasets``, and to axolotl's instruction formats. Saved configs contain their names,
+so a function that is renamed needs an entry in ``_RENAMED`` of ``utils``.
 """
 
 from __future__ import annotations
