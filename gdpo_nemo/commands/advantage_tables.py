@@ -6,10 +6,11 @@ The training code recomputes the advantages from the recorded rewards, so the ef
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 import numpy as np
 from rich.console import Group as Lines, RenderableType
@@ -164,7 +165,9 @@ def _refuse_custom_code(gdpo: GdpoConfig, overrides: Sequence[str], beside: Path
 
 
 def _check_components(groups: Sequence[Group], gdpo: GdpoConfig, path: Path) -> None:
-    recorded = {name for group in groups for t in group.trajectories for name in t.rewards}
+    recorded: set[str] = set()
+    for group in groups:
+        recorded.update(*(t.rewards for t in group.trajectories))
     for name, weight in gdpo.rewards.items():
         if weight and name not in recorded:
             raise ConfigError(f"gdpo.rewards.{name}: {path} has no such component{nearest(name, recorded)}")
@@ -239,8 +242,12 @@ class _Step:
         columns = reward_columns(self.trajectories, config)
         self.weighted = [name for name, weight in config.gdpo.rewards.items() if weight]
         self.rewards = np.stack([columns[name] for name in self.weighted], axis=1)
-        ends = np.cumsum([len(group.trajectories) for group in groups])
-        self._rows = [range(end - len(group.trajectories), end) for end, group in zip(ends, groups)]
+        self.columns = list(map(self.advantages.names.index, self.weighted))
+        """Columns of the weighted components in ``terms``."""
+        self._rows: list[range] = []
+        for group in groups:
+            start = self._rows[-1].stop if self._rows else 0
+            self._rows.append(range(start, start + len(group.trajectories)))
 
     def rows(self, group_index: int) -> range:
         """Return the row indices of one group."""
@@ -253,13 +260,12 @@ class _Step:
     def collapsed_pairs(self, group_index: int) -> list[tuple[int, int]]:
         """Return pairs of rows that differ in rewards and advantages but have equal advantages from summed rewards."""
         trained = [i for i in self.rows(group_index) if self.trajectories[i].trains]
-        return [
-            (i, j)
-            for i, j in combinations(trained, 2)
-            if not np.array_equal(self.rewards[i], self.rewards[j], equal_nan=True)
-            and _same(self.summed, i, j)
-            and not _same(self.values, i, j)
-        ]
+        pairs = []
+        for i, j in combinations(trained, 2):
+            has_equal_rewards = np.array_equal(self.rewards[i], self.rewards[j], equal_nan=True)
+            if not has_equal_rewards and _same(self.summed, i, j) and not _same(self.values, i, j):
+                pairs.append((i, j))
+        return pairs
 
 
 def _same(values: np.ndarray, i: int, j: int) -> bool:
@@ -306,7 +312,6 @@ def _float32_errors(step: _Step, epsilon: float) -> np.ndarray:
     def rounding(count: int) -> float:
         return float(np.finfo(np.float32).eps * (1 + np.log2(count)))  # eps is 2 u
 
-    columns = [step.advantages.names.index(name) for name in step.weighted]
     weights = np.array([abs(step.config.gdpo.rewards[name]) for name in step.weighted])
     errors = np.zeros(len(step.trajectories))
     for group_index in range(len(step.groups)):
@@ -317,7 +322,7 @@ def _float32_errors(step: _Step, epsilon: float) -> np.ndarray:
         size = np.abs(np.nan_to_num(rewards)).max(axis=0)
         sums = size * np.arange(1, count + 1)[:, None]
         exact = (sums.astype(np.float32) == sums).all(axis=0)
-        gain = np.ptp(step.terms[rows][:, columns], axis=0) / np.where(spread > 0, spread, 1.0)
+        gain = np.ptp(step.terms[rows][:, step.columns], axis=0) / np.where(spread > 0, spread, 1.0)
         gain = np.where(spread > 0, gain, np.where(exact, 0.0, weights / epsilon))
         errors[rows] = rounding(count) * (size * gain).sum()
     sizes = 1 + np.abs(step.values)
@@ -347,11 +352,10 @@ def _group_table(step: _Step, group_index: int) -> Table:
     table.add_column("advantage", justify="right", style="bold")
     table.add_column("if summed", justify="right")
     table.add_column("outcome")
-    columns = [step.advantages.names.index(name) for name in step.weighted]
     for i in step.rows(group_index):
         trajectory = step.trajectories[i]
         rewards = ["-" if np.isnan(value) else f"{value:g}" for value in step.rewards[i]]
-        terms = [f"{step.terms[i, k]:+.3f}" for k in columns]
+        terms = [f"{step.terms[i, k]:+.3f}" for k in step.columns]
         ends = [f"{step.values[i]:+.4f}", f"{step.summed[i]:+.4f}", str(trajectory.outcome)]
         table.add_row(str(trajectory.sample_index), *rewards, *terms, *ends)
     return table
@@ -360,12 +364,14 @@ def _group_table(step: _Step, group_index: int) -> Table:
 def _pair_lines(step: _Step, group_index: int) -> list[str]:
     """Describe the first few pairs of samples that summed rewards would not distinguish."""
     pairs = step.collapsed_pairs(group_index)
-    lines = [
-        f"  samples {step.trajectories[i].sample_index} ({_rewards(step, i)}) and {step.trajectories[j].sample_index} "
-        f"({_rewards(step, j)}): {step.values[i]:+.4f} and {step.values[j]:+.4f}; summed, both {step.summed[i]:+.4f}"
-        for i, j in pairs[:_PAIRS_SHOWN]
-    ]
-    return lines + [f"  and {len(pairs) - _PAIRS_SHOWN} more pairs"] * (len(pairs) > _PAIRS_SHOWN)
+    lines = []
+    for i, j in pairs[:_PAIRS_SHOWN]:
+        samples = " and ".join(f"{step.trajectories[k].sample_index} ({_rewards(step, k)})" for k in (i, j))
+        advantages = f"{step.values[i]:+.4f} and {step.values[j]:+.4f}"
+        lines.append(f"  samples {samples}: {advantages}; summed, both {step.summed[i]:+.4f}")
+    if len(pairs) > _PAIRS_SHOWN:
+        lines.append(f"  and {len(pairs) - _PAIRS_SHOWN} more pairs")
+    return lines
 
 
 def _rewards(step: _Step, row: int) -> str:

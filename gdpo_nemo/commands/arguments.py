@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Iterable, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.model_checks import check_model, local_model_config

@@ -11,10 +11,11 @@ import argparse
 import contextlib
 import json
 import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any
 
 from gdpo_nemo.commands import train
 from gdpo_nemo.commands.arguments import Commands, add_verbosity, say

@@ -13,7 +13,8 @@ import os
 import signal
 import sys
 import textwrap
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from gdpo_nemo import __version__
 from gdpo_nemo.commands import (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from typing import TYPE_CHECKING, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from gdpo_nemo.commands.arguments import Commands, Parser, say
 from gdpo_nemo.tools.interop.nemo_rl.releases import RELEASES

@@ -10,8 +10,9 @@ import argparse
 import contextlib
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Iterator
+from typing import TYPE_CHECKING
 
 from gdpo_nemo.commands.arguments import Commands, add_layout, add_verbosity, say, standalone_config, verbosity
 from gdpo_nemo.config.load import load_config

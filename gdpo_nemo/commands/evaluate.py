@@ -12,9 +12,10 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -345,7 +346,9 @@ def scored(groups: Sequence[Group], gdpo: GdpoConfig, model: str, step: int | No
     better = directions(gdpo.rewards, gdpo.constraints, gdpo.schedules, (step or 0) + 1)
     scores = {}
     for name in dict.fromkeys(name for t in trajectories for name in t.rewards):
-        rewards = [[t.rewards.get(name) for t in group.trajectories] for group in groups]
+        rewards = []
+        for group in groups:
+            rewards.append([t.rewards.get(name) for t in group.trajectories])
         if score := _score(rewards, gdpo.val_pass_at_k, better.get(name, 1)):
             scores[name] = score
     return Evaluation(
@@ -374,7 +377,7 @@ def _score(rows: Sequence[Sequence[float | None]], pass_at: Sequence[int], direc
     return Score(
         mean=float(means.mean()),
         error=float(means.std(ddof=1) / np.sqrt(len(means))) if len(means) > 1 else None,
-        best=float(np.mean([max(values) if direction > 0 else min(values) for values in present])),
+        best=float(np.mean(list(map(max if direction > 0 else min, present)))),
         judged=sum(map(len, present)),
         pass_at={k: found for k in pass_at if (found := mean_pass_at_k(rows, k, direction)) is not None},
     )
@@ -402,10 +405,12 @@ def table(found: Evaluation) -> RenderableType:
     for name in ("component", "mean", "± error", *best_heading, *passes, "scored"):
         grid.add_column(name, justify="left" if name == "component" else "right")
     for name, score in found.scores.items():
-        error = "-" if score.error is None else f"{score.error:.3f}"
-        best = [f"{score.best:.3f}"] if several else []
-        at_k = [f"{score.pass_at[k]:.3f}" if k in score.pass_at else "-" for k in passes.values()]
-        grid.add_row(name, f"{score.mean:.3f}", error, *best, *at_k, str(score.judged))
+        cells = [name, f"{score.mean:.3f}", "-" if score.error is None else f"{score.error:.3f}"]
+        if several:
+            cells.append(f"{score.best:.3f}")
+        for k in passes.values():
+            cells.append(f"{score.pass_at[k]:.3f}" if k in score.pass_at else "-")
+        grid.add_row(*cells, str(score.judged))
     return Lines(
         f"{found.model}{step_text}: {found.prompts} prompts x {found.samples}, temperature {found.temperature:g}",
         grid,

@@ -7,9 +7,10 @@ import ast
 import dataclasses
 import inspect
 import textwrap
+from collections.abc import Sequence
 from functools import cache
 from types import UnionType
-from typing import Any, Sequence, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import MISSING
 

@@ -7,8 +7,9 @@ import contextlib
 import io
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator, TextIO
+from typing import TextIO
 
 from gdpo_nemo.commands.arguments import Commands
 from gdpo_nemo.utils.errors import ConfigError, first_line

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -92,9 +93,8 @@ class ParityReport:
     @property
     def passed(self) -> bool:
         """True if all differences are within the threshold. NaN exceeds every threshold."""
-        return all(c.max_abs <= self.threshold for c in self.comparisons) and all(
-            value <= self.threshold for value in self.updates.values()
-        )
+        differences = [*(c.max_abs for c in self.comparisons), *self.updates.values()]
+        return all(value <= self.threshold for value in differences)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a dictionary for ``--json``."""
@@ -286,9 +286,11 @@ def _random_sequences(vocabulary: int, longest: int, count: int = 12) -> list[Tr
     rng = np.random.default_rng(0)
     longest = min(longest, 256) - 1
     lengths = np.linspace(max(4, longest // 8), longest, count).astype(int)
-    token_ids = [rng.integers(0, vocabulary, n).astype(np.int32) for n in lengths]
-    parts = [(ids[: max(1, len(ids) // 4)], ids[max(1, len(ids) // 4) :]) for ids in token_ids]
-    trajectories = [_trajectory(prompt, ids, np.zeros(len(ids), np.float32)) for prompt, ids in parts]
+    trajectories = []
+    for length in lengths:
+        ids = rng.integers(0, vocabulary, length).astype(np.int32)
+        prompt = max(1, length // 4)
+        trajectories.append(_trajectory(ids[:prompt], ids[prompt:], np.zeros(length - prompt, np.float32)))
     return _weighted(trajectories, rng.normal(size=count))
 
 
@@ -296,12 +298,12 @@ def _read_record(path: str | Path) -> tuple[list[TrainSequence], list[np.ndarray
     from gdpo_nemo.observe.sample_columns import values_of
     from gdpo_nemo.observe.samples import read_columns
 
-    trajectory = ("prompt_ids", "completion_ids", "logprobs", "loss_mask", "turn_tokens", "turn_parents", "routing")
-    names = (*trajectory, "advantage")
+    names = ("prompt_ids", "completion_ids", "logprobs", "loss_mask", "turn_tokens", "turn_parents", "routing")
     try:
-        table = read_columns(path, names)
-        *columns, advantages = (values_of(table.column(name)) for name in names)
-        trajectories = [_trajectory(*row) for row in zip(*columns)]
+        table = read_columns(path, (*names, "advantage"))
+        rows = zip(*(values_of(table.column(name)) for name in names))
+        trajectories = [_trajectory(**dict(zip(names, row))) for row in rows]
+        advantages = values_of(table.column("advantage"))
     except FileNotFoundError:
         raise ConfigError(f"--record: {path} does not exist") from None
     except OSError as error:
@@ -315,23 +317,25 @@ def _read_record(path: str | Path) -> tuple[list[TrainSequence], list[np.ndarray
 
 
 def _trajectory(
-    prompt: np.ndarray,
-    completion: np.ndarray,
+    prompt_ids: np.ndarray,
+    completion_ids: np.ndarray,
     logprobs: np.ndarray,
-    mask: np.ndarray | None = None,
+    *,
+    loss_mask: np.ndarray | None = None,
     turn_tokens: np.ndarray | None = None,
     turn_parents: np.ndarray | None = None,
     routing: np.ndarray | None = None,
 ) -> Trajectory:
     """Create a trajectory from columns of a rollout file, without rewards."""
-    turns = [() if values is None else tuple(values.tolist()) for values in (turn_tokens, turn_parents)]
-    made = Trajectory(
-        Prompt("", prompt, "", ""), 0, completion, logprobs, 0, "", "stop", loss_mask=mask, turn_tokens=turns[0],
-        turn_parents=turns[1],
-    )  # fmt: skip
+    trajectory = Trajectory(Prompt("", prompt_ids, "", ""), 0, completion_ids, logprobs, 0, "", "stop")
+    trajectory.loss_mask = loss_mask
+    if turn_tokens is not None:
+        trajectory.turn_tokens = tuple(turn_tokens.tolist())
+    if turn_parents is not None:
+        trajectory.turn_parents = tuple(turn_parents.tolist())
     if routing is not None:
-        made.routing = routing.reshape(len(prompt) + len(completion), -1)
-    return made
+        trajectory.routing = routing.reshape(len(prompt_ids) + len(completion_ids), -1)
+    return trajectory
 
 
 def _weighted(trajectories: Sequence[Trajectory], advantages: np.ndarray) -> list[TrainSequence]:
@@ -349,13 +353,12 @@ def describe(report: ParityReport) -> str:
     lines = [f"{report.model}, {report.layout}: {report.tokens} tokens, threshold {report.threshold:g}"]
     for c in report.comparisons:
         lines.append(f"  {c.name:<24} log-probs: max {c.max_abs:.3g}  mean {c.mean_abs:.3g}")
+        if not c.causes:
+            continue
         lines += [f"    cause: {cause}" for cause in c.causes]
-        if c.causes:
-            lines += [
-                f"    sequence {w['sequence']} token {w['offset']} (id {w['token']}): {w['reference']:.6f} -> "
-                f"{w['measured']:.6f}"
-                for w in c.worst
-            ]
+        for worst in c.worst:
+            place = f"sequence {worst['sequence']} token {worst['offset']} (id {worst['token']})"
+            lines.append(f"    {place}: {worst['reference']:.6f} -> {worst['measured']:.6f}")
     if report.updates:
         lines.append("  updates, relative:       " + "  ".join(f"{k} {v:.3g}" for k, v in report.updates.items()))
     lines.append("parity holds" if report.passed else "parity does not hold")
@@ -386,10 +389,9 @@ def compare(
     worst: int = 5,
 ) -> Comparison:
     """Compute the differences of log-probs. The arguments have one array [completion tokens] per sequence."""
-    sizes = [len(r) for r in reference]
     differences = np.abs(_flat(measured) - _flat(reference)).astype(np.float64)
     order = np.argsort(-np.nan_to_num(differences, nan=np.inf), kind="stable")[:worst]
-    starts = np.cumsum([0, *sizes])
+    starts = np.cumsum([0, *map(len, reference)])
     rows = []
     for flat_index in order.tolist():
         sequence = int(np.searchsorted(starts, flat_index, side="right") - 1)
@@ -452,8 +454,12 @@ def diagnose(
 
 def _shifted(reference: Sequence[np.ndarray], measured: Sequence[np.ndarray], usual: float) -> list[str]:
     for step, direction in ((1, "ahead"), (-1, "behind")):
-        pairs = [(m[:-1], r[1:]) if step > 0 else (m[1:], r[:-1]) for m, r in zip(measured, reference) if len(r) > 1]
-        if pairs and np.abs(_flat([m for m, _ in pairs]) - _flat([r for _, r in pairs])).mean() < _EXPLAINED * usual:
+        shifted, others = [], []
+        for m, r in zip(measured, reference):
+            if len(r) > 1:
+                shifted.append(m[:-1] if step > 0 else m[1:])
+                others.append(r[1:] if step > 0 else r[:-1])
+        if shifted and np.abs(_flat(shifted) - _flat(others)).mean() < _EXPLAINED * usual:
             return [f"one-position shift: measured values are one token {direction}"]
     return []
 

@@ -56,9 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     size = _format_size(sum((folder / name).stat().st_size for name in files)).strip()
     bars = level != QUIET and sys.stderr.isatty()
-    with shown(sys.stderr, level), phase("upload", lambda: f"{len(files)} files, {size}"):
-        with covered() if bars else contextlib.nullcontext():  # the Hub's progress bars replace the status line
-            page = push(folder, files, arguments.repo, token, public=arguments.public, bars=bars)
+    with (
+        shown(sys.stderr, level),
+        phase("upload", lambda: f"{len(files)} files, {size}"),
+        covered() if bars else contextlib.nullcontext(),  # the Hub's progress bars replace the status line
+    ):
+        page = push(folder, files, arguments.repo, token, public=arguments.public, bars=bars)
     say(page)
     return 0
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, groupby
 from pathlib import Path
-from typing import Iterable, Iterator, Sequence
 
 from gdpo_nemo.commands.arguments import Commands, say
 from gdpo_nemo.commands.config_schema import config_schema
@@ -89,7 +89,7 @@ def config_page() -> str:
     """Return the page about config keys, with one table per section."""
     sections = list(_sections(Config, "", ""))
     index = [f"* [`{path}`](#{_anchor(path)})" for path, *_ in sections]
-    body = [part for path, about, keys in sections for part in _section(path, about, keys)]
+    body = chain.from_iterable(_section(*section) for section in sections)
     return _page(
         "Config reference",
         "This page lists every config key with its type, default and meaning. `gdpo-nemo explain KEY` prints the same "
@@ -107,14 +107,14 @@ def metrics_page() -> str:
     for group, members in groups:
         rows = [(f"`{m.pattern}`", m.unit, _cell(m.about)) for m in members]
         body += [f"## `{group}/`" if group else "## The update", _table(("metric", "unit", "meaning"), rows)]
-    checked = [
-        (f"`{m.pattern}`", _where(m), m.bounds + (" (a warning)" if m.advisory else ""), _cell(m.why), _cell(m.remedy))
-        for m in metrics().values()
-        if m.is_checked
-    ] + [
-        (f"`{d.check.metric}`", "every step", d.check.bounds + " (a warning)", _cell(d.why), _cell(d.remedy))
-        for d in DRIFTS
-    ]
+    checked = []
+    for m in metrics().values():
+        if m.is_checked:
+            bounds = m.bounds + (" (a warning)" if m.advisory else "")
+            checked.append((f"`{m.pattern}`", _where(m), bounds, _cell(m.why), _cell(m.remedy)))
+    for d in DRIFTS:
+        bounds = d.check.bounds + " (a warning)"
+        checked.append((f"`{d.check.metric}`", "every step", bounds, _cell(d.why), _cell(d.remedy)))
     return _page(
         "Metrics reference",
         "This page lists the keys of `metrics.jsonl`. Trackers use the same keys. `gdpo-nemo explain metric/KEY` "
@@ -153,12 +153,13 @@ def _sections(section: type, path: str, about: str) -> Iterator[tuple[str, str, 
 
 
 def _section(path: str, about: str, keys: Sequence[Key]) -> list[str]:
-    rows = [(f"`{key.name}`", _type(key), f"`{key.default}`", _cell(key.about)) for key in keys]
-    return [
-        f"## `{path}`",
-        *([_prose(about)] if about else []),
-        *([_table(("key", "type", "default", "meaning"), rows)] if rows else []),
-    ]
+    parts = [f"## `{path}`"]
+    if about:
+        parts.append(_prose(about))
+    if keys:
+        rows = [(f"`{key.name}`", _type(key), f"`{key.default}`", _cell(key.about)) for key in keys]
+        parts.append(_table(("key", "type", "default", "meaning"), rows))
+    return parts
 
 
 def _type(key: Key) -> str:
@@ -182,9 +183,9 @@ def _cell(text: str) -> str:
 def _prose(text: str) -> str:
     """Convert a docstring to Markdown: code in single backticks, special characters escaped outside of code."""
     parts = text.replace("``", "`").split("`")
-    return "`".join(
-        part if index % 2 else part.replace("<", "&lt;").replace("*", r"\*") for index, part in enumerate(parts)
-    )
+    for index in range(0, len(parts), 2):  # parts with an odd index are code
+        parts[index] = parts[index].replace("<", "&lt;").replace("*", r"\*")
+    return "`".join(parts)
 
 
 def _anchor(path: str) -> str:

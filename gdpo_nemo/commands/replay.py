@@ -103,13 +103,9 @@ def _print_other_objective(plan: Plan) -> int:
     from rich.table import Table
 
     from gdpo_nemo.commands.advantage_tables import with_weights_of
-    from gdpo_nemo.observe.metrics import read_metrics
     from gdpo_nemo.training.replay import compare_weights
 
-    before, now = (
-        {row["step"]: row["grad_norm"] for row in read_metrics(folder) if "grad_norm" in row}
-        for folder in (plan.run_dir, plan.out)
-    )
+    before, now = _gradient_norms(plan.run_dir), _gradient_norms(plan.out)
     table = Table(
         "step", "cosine of advantages", "samples with another sign", "grad_norm in the run", "grad_norm instead"
     )
@@ -139,6 +135,12 @@ def _print_other_objective(plan: Plan) -> int:
     if plan.last > first:
         say(f"The samples of steps {first + 1} to {plan.last} come from the weights of the original run.")
     return 0
+
+
+def _gradient_norms(run_dir: Path) -> dict[int, float]:
+    from gdpo_nemo.observe.metrics import read_metrics
+
+    return {row["step"]: row["grad_norm"] for row in read_metrics(run_dir) if "grad_norm" in row}
 
 
 def _gradient_comparison(plan: Plan, before: float, now: float) -> str:
@@ -186,17 +188,18 @@ def _compare_advantages(run_dir: Path, step: int, config: Config) -> tuple[float
     size = np.linalg.norm(recorded[trained]) * np.linalg.norm(values[trained])
     cosine = recorded[trained] @ values[trained] / size if size else float("nan")
     other_sign = trained & (np.sign(np.round(recorded, 6)) != np.sign(np.round(values, 6)))
-    changed = [
-        {
+    changed = []
+    for i in np.flatnonzero(other_sign):
+        t = trajectories[i]
+        change = {
             "step": step,
-            "prompt_id": trajectories[i].prompt.id,
-            "sample": trajectories[i].sample_index,
-            "rewards": {name: r for name, r in trajectories[i].rewards.items() if r is not None and r == r},
+            "prompt_id": t.prompt.id,
+            "sample": t.sample_index,
+            "rewards": {name: reward for name, reward in t.rewards.items() if reward is not None and reward == reward},
             "advantage": float(recorded[i]),
             "instead": float(values[i]),
         }
-        for i in np.flatnonzero(other_sign)
-    ]
+        changed.append(change)
     return float(cosine), float(other_sign[trained].mean()), changed
 
 

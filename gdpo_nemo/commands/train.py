@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 from gdpo_nemo.algorithms.loss_selection import is_import_path
 from gdpo_nemo.commands.arguments import Commands, add_config, add_verbosity, say, verbosity
@@ -45,10 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
         config = load_config(arguments.config, arguments.overrides)
         return _dry_run(validate(config))
     level = verbosity(arguments)
-    with shown(sys.stdout, level) as display:
-        with phase("config"):
-            config = load_config(arguments.config, arguments.overrides)
-            resolved = validate(config)
+    with shown(sys.stdout, level) as display, phase("config"):
+        config = load_config(arguments.config, arguments.overrides)
+        resolved = validate(config)
 
     started = process_start()
 
@@ -127,18 +127,16 @@ def check_data(resolved: Resolved, tokenizer: Tokenizer | None) -> list[tuple[st
         ConfigError: if the run would reject a row, a prompt or an environment's options.
         RunError: if an environment's code fails.
     """
-    splits = {split: getattr(resolved.config.data, split) for split in splits_to_read(resolved.config)}
-    locations = {split: data_paths(f"data.{split}", data) for split, data in splits.items()}
-    remote = {
-        split: [place for place in found if not is_local(place) and not is_rows_function(place)]
-        for split, found in locations.items()
-    }
-    local = {split: data for split, data in splits.items() if locations[split] and not remote[split]}
-    found = [
-        ("data", f"data.{split}: {location} is on the Hub, not checked")
-        for split, names in remote.items()
-        for location in names
-    ]
+    found = []
+    local = {}
+    for split in splits_to_read(resolved.config):
+        data = getattr(resolved.config.data, split)
+        places = data_paths(f"data.{split}", data)
+        remote = [place for place in places if not is_local(place) and not is_rows_function(place)]
+        for place in remote:
+            found.append(("data", f"data.{split}: {place} is on the Hub, not checked"))
+        if places and not remote:
+            local[split] = data
     if local:
         try:
             found += _check_local(resolved, local, tokenizer)
@@ -161,26 +159,16 @@ def _check_local(
     first_rows: dict[str, tuple[Any, Any]] = {}
     for split, data in splits.items():
         rows = load_rows(data, environments, split, config.run.seed, _limit(data))
-        found.append(
-            (
-                "data",
-                f"data.{split}: {_row_count(rows, data)} of {data.path}; "
-                f"{_prompts(resolved, split, rows, environments, tokenizer)}",
-            )
-        )
+        prompts = _prompts(resolved, split, rows, environments, tokenizer)
+        found.append(("data", f"data.{split}: {_row_count(rows, data)} of {data.path}; {prompts}"))
         for index, row in enumerate(rows):
             name = environment_of_row(row, data, environments, split, index)
             if data.strided is None:
                 first_rows.setdefault(name, (row, data.prompt_key))
-    if not resolved.algorithm.samples:
-        return found
-    return [
-        *found,
-        *(
-            ("env", _check_one_row(config, name, environments[name], row, key))
-            for name, (row, key) in first_rows.items()
-        ),
-    ]
+    if resolved.algorithm.samples:
+        for name, (row, key) in first_rows.items():
+            found.append(("env", _check_one_row(config, name, environments[name], row, key)))
+    return found
 
 
 def _limit(data: DatasetConfig) -> int | None:

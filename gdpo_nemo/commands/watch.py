@@ -6,9 +6,10 @@ import argparse
 import os
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Mapping
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from rich.console import Group as Stack, RenderableType
@@ -175,7 +176,8 @@ def _waits(now: Snapshot) -> list[Text]:
     for wait in waits if isinstance(waits, list) and not now.outcome else []:
         if isinstance(wait, dict) and isinstance(wait.get("since"), (int, float)):
             found.append((wait["since"], f"{wait.get('what')} ({wait.get('owner')})"))
-    return [
-        Text(f"waiting {duration(max(0.0, time.time() - since))} for {what}", style="dim", no_wrap=True)
-        for since, what in sorted(found)[:_WAITS]
-    ]
+    lines = []
+    for since, what in sorted(found)[:_WAITS]:
+        waited = duration(max(0.0, time.time() - since))
+        lines.append(Text(f"waiting {waited} for {what}", style="dim", no_wrap=True))
+    return lines

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Mapping, Protocol, Sequence
+from typing import Any, Protocol
 
 from rich import box
 from rich.console import Console as RichConsole, Group as Stack, RenderableType
@@ -84,7 +85,7 @@ class PlainConsole:
         rewards = "  ".join(f"{n} {row[f'reward/{n}/mean']:.3f}" for n in _components(self._history, row))
         left = f"ETA {eta(self._history, self._steps)}"
         parts = [rewards, "  ".join(health(row)), speed(row), time_split(self._history, 1), left]
-        self._print(f"step {row['step']:>{len(str(self._steps))}}/{self._steps}  " + " | ".join(p for p in parts if p))
+        self._print(f"step {row['step']:>{len(str(self._steps))}}/{self._steps}  " + " | ".join(filter(None, parts)))
         if lines := weight_lines(self._history):
             self._print("  weights  " + "; ".join(lines))
 
@@ -232,19 +233,23 @@ def weight_lines(history: History) -> list[str]:
 
 def health(row: Mapping[str, Any]) -> list[str]:
     """Return the health metrics of a row as text, each with its name and value."""
-    shown = {key: row[key] for key in _HEALTH if key in row and (row[key] or key not in _HIDDEN_AT_ZERO)}
-    return [f"{label_of(key)} {value:{_HEALTH[key]}}" for key, value in shown.items()]
+    shown = []
+    for key, form in _HEALTH.items():
+        if key in row and (row[key] or key not in _HIDDEN_AT_ZERO):
+            shown.append(f"{label_of(key)} {row[key]:{form}}")
+    return shown
 
 
 def speed(row: Mapping[str, Any]) -> str:
     """Return the speed as text: ``2,345 tokens/s  0.52 s/step``."""
     tokens = row.get(SPEED)
     seconds = row.get("time/step")
-    parts = [
-        f"{tokens:,.0f} {unit_of(SPEED)}" if tokens is not None else "",
-        f"{seconds:.2f} s/step" if seconds is not None else "",
-    ]
-    return "  ".join(part for part in parts if part)
+    parts = []
+    if tokens is not None:
+        parts.append(f"{tokens:,.0f} {unit_of(SPEED)}")
+    if seconds is not None:
+        parts.append(f"{seconds:.2f} s/step")
+    return "  ".join(parts)
 
 
 def eta(history: History, steps: int) -> str:
@@ -255,8 +260,11 @@ def eta(history: History, steps: int) -> str:
 
 def validation_line(row: Mapping[str, Any]) -> str:
     """Return one line of text for a validation."""
-    values = {k.removeprefix("validation/"): v for k, v in row.items() if k.startswith("validation/")}
-    return f"validation after step {row['step']}  " + "  ".join(f"{k} {v:.3f}" for k, v in values.items())
+    values = []
+    for key, value in row.items():
+        if key.startswith("validation/"):
+            values.append(f"{key.removeprefix('validation/')} {value:.3f}")
+    return f"validation after step {row['step']}  " + "  ".join(values)
 
 
 def sparkline(values: Sequence[float], width: int = 30) -> str:
@@ -327,11 +335,12 @@ def summary(history: History, run_dir: Path, status: str) -> RenderableType:
     for row in rows:
         table.add_row(*row)
     lines = [Text(f"  {line}") for line in facts(history)]
-    files = [(run_dir / name, about) for name, about in FILES.items() if (run_dir / name).exists()]
-    width = max((len(str(path)) for path, _ in files), default=0)
-    return Stack(
-        table, *lines, Text(), *(Text(f"  {str(path):<{width}}  {about}", style="dim") for path, about in files)
-    )
+    lines.append(Text())
+    files = {str(run_dir / name): about for name, about in FILES.items() if (run_dir / name).exists()}
+    width = max(map(len, files), default=0)
+    for path, about in files.items():
+        lines.append(Text(f"  {path:<{width}}  {about}", style="dim"))
+    return Stack(table, *lines)
 
 
 def facts(history: History) -> list[str]:

@@ -80,9 +80,13 @@ class ProcessReport:
         main = self.stack.partition("Thread")[2].partition("\n\nThread")[0] if "MainThread" not in self.stack else ""
         main = main or self.stack[self.stack.find("MainThread") :].partition("\nThread")[0]
         frames = [match.groups() for line in main.splitlines() if (match := _FRAME.match(line))]
-        project_frames = [frame for frame in frames if not any(part in frame[1] for part in _LIBRARIES)]
+        project_frames = [frame for frame in frames if not _is_in_library(frame[1])]
         name, file, line = (project_frames or frames or [("unknown", "?", "0")])[0]
         return f"{name} ({file}:{line})"
+
+
+def _is_in_library(file: str) -> bool:
+    return any(part in file for part in _LIBRARIES)
 
 
 @dataclass
@@ -166,11 +170,12 @@ def _describe(wait: dict[str, Any], now: float) -> str:
 def _process_reports(status: dict[str, Any]) -> list[ProcessReport]:
     here = socket.gethostname()
     roles = {"driver": [status["host"], status["driver"]], **status.get("roles", {})}
-    found = [_report_process(role, pid) for role, (host, pid) in roles.items() if host == here]
-    found += [
-        _report_process(f"environments: worker {i}", p.pid)
-        for i, p in enumerate(_environment_workers(status["driver"]))
-    ]
+    found = []
+    for role, (host, pid) in roles.items():
+        if host == here:
+            found.append(_report_process(role, pid))
+    for number, worker in enumerate(_environment_workers(status["driver"])):
+        found.append(_report_process(f"environments: worker {number}", worker.pid))
     return found
 
 
@@ -205,31 +210,37 @@ def _report_process(role: str, pid: int) -> ProcessReport:
 def _write(
     folder: Path, run_dir: Path, status: dict[str, Any], reports: list[ProcessReport], diagnosis: Diagnosis
 ) -> None:
-    lines = [diagnosis.sentence, "", f"step {status.get('step')}, weights of version {status.get('version')}"]
-    lines += [f"queue: {name} {depth}" for name, depth in status.get("queues", {}).items()]
-    lines += ["", "waits:", *(f"  {_describe(wait, status['time'])}" for wait in status["waits"]), "", "processes:"]
+    (folder / "summary.txt").write_text("\n".join(_summary(status, reports, diagnosis)) + "\n")
     for p in reports:
-        doing = f"in {p.collective} with its peers" if p.collective else f"in {p.frame}"
-        lines.append(f"  {p.role:24s} {p.pid:>8d} {p.state:10s} {doing if p.stack else ''}")
         (folder / f"stack {_file_name(p.role)}.txt").write_text(p.stack)
-    lines += [
-        f"  {role:24s} on {host}, not inspected"
-        for role, (host, _) in status.get("roles", {}).items()
-        if host != status["host"]
-    ]
-    (folder / "summary.txt").write_text("\n".join(lines) + "\n")
     (folder / STATUS).write_text(json.dumps(status, indent=1))
     (folder / "versions.txt").write_text(_versions())
     for name in ("config.yaml", "alerts.jsonl"):
         if (run_dir / name).is_file():
             shutil.copy2(run_dir / name, folder / name)
-    logs = Path(status.get("logs") or "")
-    tails = (
-        [f"== {file.name}\n{_tail(file)}" for file in sorted(logs.glob("worker-*")) if file.stat().st_size]
-        if status.get("logs")
-        else []
-    )
+    tails = []
+    if logs := status.get("logs"):
+        for file in sorted(Path(logs).glob("worker-*")):
+            if file.stat().st_size:
+                tails.append(f"== {file.name}\n{_tail(file)}")
     (folder / "logs.txt").write_text("\n".join(tails))
+
+
+def _summary(status: dict[str, Any], reports: list[ProcessReport], diagnosis: Diagnosis) -> list[str]:
+    lines = [diagnosis.sentence, "", f"step {status.get('step')}, weights of version {status.get('version')}"]
+    for name, depth in status.get("queues", {}).items():
+        lines.append(f"queue: {name} {depth}")
+    lines += ["", "waits:"]
+    for wait in status["waits"]:
+        lines.append(f"  {_describe(wait, status['time'])}")
+    lines += ["", "processes:"]
+    for p in reports:
+        doing = f"in {p.collective} with its peers" if p.collective else f"in {p.frame}"
+        lines.append(f"  {p.role:24s} {p.pid:>8d} {p.state:10s} {doing if p.stack else ''}")
+    for role, (host, _) in status.get("roles", {}).items():
+        if host != status["host"]:
+            lines.append(f"  {role:24s} on {host}, not inspected")
+    return lines
 
 
 def _file_name(role: str) -> str:

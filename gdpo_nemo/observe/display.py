@@ -9,7 +9,8 @@ import contextlib
 import os
 import threading
 import time
-from typing import Callable, Iterator, TextIO
+from collections.abc import Callable, Iterator
+from typing import TextIO
 
 from gdpo_nemo.utils import progress
 from gdpo_nemo.utils.progress import Phase
@@ -197,10 +198,11 @@ def covered() -> Iterator[None]:
 def under_way() -> str:
     """Return the active phases as text, each with its duration and progress."""
     now = progress.clock()
-    return " · ".join(
-        "  ".join(part for part in (each.name, duration(now - each.since), str(each.detail())) if part)
-        for each in progress.current()
-    )
+    phases = []
+    for phase in progress.current():
+        parts = (phase.name, duration(now - phase.since), str(phase.detail()))
+        phases.append("  ".join(filter(None, parts)))
+    return " · ".join(phases)
 
 
 def can_redraw(stream: TextIO) -> bool:

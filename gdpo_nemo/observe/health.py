@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from omegaconf import OmegaConf
 from rich import box
@@ -82,7 +83,7 @@ def thresholds_of(run_dir: str | Path) -> tuple[list[Check], str]:
     unknown.pop("total", None)
     if unknown:
         own = []
-    measured = {key for row in history.training for key in row}
+    measured = set[str]().union(*history.training)
     defaults = _default_checks(config, list(config.gdpo.rewards) if config else history.components, own)
     checks = [*own, *(check for check in defaults if not check.optional or check.metric in measured)]
     if unknown:
@@ -100,12 +101,17 @@ def config_checks(config: Config) -> list[Check]:
     """
     health = config.health
     checks = read_checks(health.checks, health.window, "health.checks")
-    named = {(check.metric, check.at, check.of) for check in checks}
     gdpo = config.gdpo
     better = directions(gdpo.rewards, gdpo.constraints, gdpo.schedules)
     rewards = [name for name, direction in better.items() if direction > 0]  # the presets bound rewards from below
     preset = preset_checks(health.preset, rewards) if health.preset else []
-    return [*(check for check in preset if (check.metric, check.at, check.of) not in named), *checks]
+    return [*_without_replaced(preset, checks), *checks]
+
+
+def _without_replaced(checks: Iterable[Check], own: Iterable[Check]) -> list[Check]:
+    """Return ``checks`` without those of the same metric, step and kind as a check in ``own``."""
+    replaced = {(check.metric, check.at, check.of) for check in own}
+    return [check for check in checks if (check.metric, check.at, check.of) not in replaced]
 
 
 def general_checks(config: Config | None, rewards: Sequence[str]) -> list[Check]:
@@ -114,24 +120,21 @@ def general_checks(config: Config | None, rewards: Sequence[str]) -> list[Check]
     These are the registered bounds of the metrics, including ``reward/NAME/...`` for each reward, and ``DRIFTS``.
     """
     precision = config.policy.precision if config else "bfloat16"
-    bounds = [
-        Check(key, metric.at, *metric.limits(precision), optional=not metric.required, advisory=metric.advisory)
-        for metric in metrics().values()
-        if metric.is_checked
-        for key in metric.keys(rewards)
-    ]
-    return [*bounds, *(drift.check for drift in DRIFTS)]
+    checks = []
+    for metric in metrics().values():
+        if metric.is_checked:
+            least, most = metric.limits(precision)
+            for key in metric.keys(rewards):
+                check = Check(key, metric.at, least, most, optional=not metric.required, advisory=metric.advisory)
+                checks.append(check)
+    return [*checks, *(drift.check for drift in DRIFTS)]
 
 
 def _default_checks(config: Config | None, rewards: Sequence[str], own: Sequence[Check]) -> list[Check]:
     """Return the default checks without those in ``health.disabled`` and those that a check in ``own`` replaces."""
-    replaced = {(check.metric, check.at, check.of) for check in own}
     disabled = config.health.disabled if config else ()
-    return [
-        check
-        for check in general_checks(config, rewards)
-        if check.metric not in disabled and (check.metric, check.at, check.of) not in replaced
-    ]
+    checks = _without_replaced(general_checks(config, rewards), own)
+    return [check for check in checks if check.metric not in disabled]
 
 
 def check_health(run_dir: str | Path, thresholds: str | Path | Sequence[Check]) -> list[Finding]:
@@ -235,13 +238,16 @@ def _find_every(check: Check, history: History) -> Finding:
 
 def _find_drift(check: Check, history: History) -> Finding:
     trail, total = Trail(check), _TotalReward()
-    values = [(row["step"], total.value_of(check, row)) for row in (*history.training, *history.validation)]
-    quantities = [(step, trail.add(value)) for step, value in values if value is not None]
-    found = [(step, value) for step, value in quantities if value is not None]
-    for step, value in found:
-        if not check.accepts(value):
-            return Finding(check, _failed_status(check), value, f"at step {step}")
-    return Finding(check, "pass", found[-1][1]) if found else Finding(check, "open", detail="too few steps")
+    last = None
+    for row in (*history.training, *history.validation):
+        value = total.value_of(check, row)
+        quantity = None if value is None else trail.add(value)
+        if quantity is None:
+            continue
+        if not check.accepts(quantity):
+            return Finding(check, _failed_status(check), quantity, f"at step {row['step']}")
+        last = quantity
+    return Finding(check, "open", detail="too few steps") if last is None else Finding(check, "pass", last)
 
 
 class _TotalReward:

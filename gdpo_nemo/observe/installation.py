@@ -114,7 +114,7 @@ def require_libraries(cluster: ClusterConfig) -> None:
     """
     from gdpo_nemo.utils.errors import RunError
 
-    if not any(version(package) for package in _ENGINES):
+    if not installed(_ENGINES):
         extra = "gpu" if cluster.gpus_per_node else "cpu"
         raise RunError(f"no engine is installed; install gdpo-nemo[{extra}] (see docs/library.md)")
     if cluster.gpus_per_node == 0 and (missing := missing_libraries()):
@@ -123,8 +123,7 @@ def require_libraries(cluster: ClusterConfig) -> None:
 
 def versions() -> dict[str, str]:
     """Return the version of each installed package that runs depend on, by package name."""
-    found = {package: version(package) for package in (*_REQUIRED, *_ENGINES)}
-    return {package: text for package, text in found.items() if text}
+    return installed((*_REQUIRED, *_ENGINES))
 
 
 def _loads(library: str) -> bool:
@@ -159,10 +158,10 @@ def _python() -> Check:
 
 
 def _packages() -> list[Check]:
-    found = {package: version(package) for package in (*_REQUIRED, *_ENGINES)}
-    missing = [package for package in _REQUIRED if not found[package]]
-    engine = next((f"{package} {found[package]}" for package in _ENGINES if found[package]), None)
-    found_versions = ", ".join(f"{package} {found[package]}" for package in _REQUIRED if found[package])
+    found = installed(_REQUIRED)
+    missing = [package for package in _REQUIRED if package not in found]
+    engine = next((f"{package} {number}" for package, number in installed(_ENGINES).items()), None)
+    found_versions = ", ".join(f"{package} {number}" for package, number in found.items())
     return [
         Check("packages", not missing, f"missing: {', '.join(missing)}" if missing else found_versions),
         Check(
@@ -336,13 +335,21 @@ def version(package: str) -> str | None:
         return None
 
 
+def installed(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those of ``packages`` that are installed."""
+    found = {}
+    for package in packages:
+        if number := version(package):
+            found[package] = number
+    return found
+
+
 def transformer_engine() -> Finding:
     """Check whether all packages of TransformerEngine are installed, in one version."""
     core = version(_CORE)
     if core is None:
         return Finding(None, "not installed; on GPUs, the policy uses Megatron's slower built-in layers")
-    found = {package: version(package) for package in (_CORE, *_KERNELS, _BINDINGS)}
-    found_versions = {package: number for package, number in found.items() if number}
+    found_versions = installed((_CORE, *_KERNELS, _BINDINGS))
     if _BINDINGS not in found_versions:
         missing = missing_for_build()
         why = (
@@ -371,18 +378,23 @@ def missing_for_build() -> list[str]:
     headers = {"cuda_runtime.h": "nvidia-cuda-runtime", "crt/host_config.h": "nvidia-cuda-crt"}
     headers |= {"cudnn.h": "nvidia-cudnn-cu13", "nccl.h": "nvidia-nccl-cu13"}
     folders = _include_folders()
-    absent = [name for name in headers if not any((folder / name).is_file() for folder in folders)]
-    return [*missing, *(f"{name} ({headers[name]})" for name in absent)]
+    for header, package in headers.items():
+        if not any((folder / header).is_file() for folder in folders):
+            missing.append(f"{header} ({package})")
+    return missing
 
 
 def _include_folders() -> list[Path]:
     """Return the include folders for the build: the folders of the CUDA toolkit, the compiler and NVIDIA's wheels."""
-    homes = [os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or _CUDA_HOME]
-    listed = [path for name in ("CPATH", "CPLUS_INCLUDE_PATH") for path in os.environ.get(name, "").split(":") if path]
-    system = ["/usr/include", "/usr/local/include"]
-    system += [f"/usr/include/{machine}-linux-gnu" for machine in ("x86_64", "aarch64")]
-    wheels = [folder for packages in _site_packages() for folder in (packages / "nvidia").glob("*/include")]
-    return [*(Path(home) / "include" for home in homes), *map(Path, [*listed, *system]), *wheels]
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or _CUDA_HOME
+    folders = [Path(home) / "include"]
+    for name in ("CPATH", "CPLUS_INCLUDE_PATH"):
+        folders += map(Path, filter(None, os.environ.get(name, "").split(":")))
+    system = ("", "/x86_64-linux-gnu", "/aarch64-linux-gnu")
+    folders += [Path("/usr/local/include"), *(Path(f"/usr/include{part}") for part in system)]
+    for packages in _site_packages():
+        folders += (packages / "nvidia").glob("*/include")
+    return folders
 
 
 def _site_packages() -> list[Path]:
@@ -406,11 +418,14 @@ def import_errors(modules: Iterable[str]) -> dict[str, str]:
     Returns:
         The reason by module, for each module that cannot be imported.
     """
+    errors = {}
     with contextlib.ExitStack() as stack:
         children = {module: stack.enter_context(_import_in_child(module)) for module in modules}
         deadline = time.monotonic() + _IMPORT_S
-        reasons = {module: _reason(*child, deadline) for module, child in children.items()}
-    return {module: reason for module, reason in reasons.items() if reason}
+        for module, child in children.items():
+            if reason := _reason(*child, deadline):
+                errors[module] = reason
+    return errors
 
 
 @contextlib.contextmanager
@@ -450,11 +465,11 @@ def flashinfer() -> Finding:
 
     FlashInfer compiles its kernels on first use, unless compiled kernels are installed.
     """
-    installed = version("flashinfer-python")
-    if installed is None:
+    number = version("flashinfer-python")
+    if number is None:
         return Finding(None, "not installed; vLLM works without FlashInfer")
     if importlib.util.find_spec("flashinfer_cubin"):
-        return Finding(usable=True, text=f"flashinfer-python {installed}, with compiled kernels")
+        return Finding(usable=True, text=f"flashinfer-python {number}, with compiled kernels")
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = shutil.which(os.path.join(home, "bin", "nvcc")) if home else shutil.which("nvcc")
     if not home and not nvcc:
@@ -464,11 +479,9 @@ def flashinfer() -> Finding:
         where = f" (CUDA_HOME is {home})" if home and not nvcc else ""
         wheel = next((path for p in _site_packages() for path in (p / "nvidia").glob("cu*/bin/nvcc")), None)
         hint = f"; CUDA_HOME={wheel.parents[1]} contains nvcc" if wheel and not nvcc else ""
-        what = (
-            f"flashinfer-python {installed} compiles its kernels, but did not find {' and '.join(missing_tools)}{where}"
-        )
+        what = f"flashinfer-python {number} compiles its kernels, but did not find {' and '.join(missing_tools)}{where}"
         return Finding(None, f"{what}; vLLM works without FlashInfer{hint}")
-    return Finding(usable=True, text=f"flashinfer-python {installed}, compiles its kernels with {nvcc}")
+    return Finding(usable=True, text=f"flashinfer-python {number}, compiles its kernels with {nvcc}")
 
 
 def nccl(loaded: str | None) -> Finding:
@@ -477,13 +490,13 @@ def nccl(loaded: str | None) -> Finding:
     Args:
         loaded: NCCL version that torch reports. None without a GPU.
     """
-    installed = next((number for package in _NCCL if (number := version(package))), None)
+    package = next(iter(installed(_NCCL).values()), None)
     if loaded is None:
-        return Finding(None, f"{installed or 'no package'} is installed; torch does not load NCCL without a GPU")
-    if installed and not installed.startswith(loaded):
+        return Finding(None, f"{package or 'no package'} is installed; torch does not load NCCL without a GPU")
+    if package and not package.startswith(loaded):
         paths = [p for p in os.environ.get("LD_LIBRARY_PATH", "").split(":") if p and list(Path(p).glob("libnccl.so*"))]
         where = f", from LD_LIBRARY_PATH {paths[0]}" if paths else ""
-        return Finding(usable=False, text=f"torch loads {loaded}{where}, but {installed} was installed with torch")
+        return Finding(usable=False, text=f"torch loads {loaded}{where}, but {package} was installed with torch")
     return Finding(usable=True, text=f"torch loads {loaded}")
 
 

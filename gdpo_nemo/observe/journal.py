@@ -11,9 +11,10 @@ import itertools
 import json
 import os
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Iterable, Mapping, Protocol, Sequence, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -93,8 +94,8 @@ class Journal:
         """
         entry = JournalEntry(
             step,
-            [[g.position, g.prompt.id, [_sample(t) for t in g.trajectories]] for g in groups],
-            [[position, reason] for position, reason in dropped],
+            [[group.position, group.prompt.id, list(map(_sample, group.trajectories))] for group in groups],
+            list(map(list, dropped)),
             position,
             published,
             total_updates,
@@ -181,7 +182,7 @@ def _entry(line: bytes) -> JournalEntry:
 
 def _sample(trajectory: Trajectory) -> list[Any]:
     spans = trajectory.spans or ((trajectory.policy_version, trajectory.num_policy_tokens),)
-    return [trajectory.sample_index, [list(span) for span in spans], str(trajectory.outcome), sample_hash(trajectory)]
+    return [trajectory.sample_index, list(map(list, spans)), str(trajectory.outcome), sample_hash(trajectory)]
 
 
 def sample_hash(trajectory: Trajectory) -> str:
@@ -191,11 +192,15 @@ def sample_hash(trajectory: Trajectory) -> str:
     """
     written = trajectory.where_written(trajectory.logprobs)  # NaN elsewhere
     mask = b"" if trajectory.loss_mask is None else np.ascontiguousarray(trajectory.loss_mask, bool)
-    rewards = [(name, None if r is None or r != r else float(r)) for name, r in sorted(trajectory.rewards.items())]
+    rewards = []
+    for name, reward in sorted(trajectory.rewards.items()):
+        rewards.append((name, None if reward is None or reward != reward else float(reward)))
     ids = (trajectory.prompt.token_ids, trajectory.completion_ids)
     digest = hashlib.blake2b(json.dumps([rewards, *map(len, ids)]).encode(), digest_size=8)
-    for part in (*(np.ascontiguousarray(i, np.int32) for i in ids), np.ascontiguousarray(written, np.float32), mask):
-        digest.update(part)
+    for tokens in ids:
+        digest.update(np.ascontiguousarray(tokens, np.int32))
+    digest.update(np.ascontiguousarray(written, np.float32))
+    digest.update(mask)
     return digest.hexdigest()
 
 
@@ -269,11 +274,13 @@ def _positions(entries: Iterable[JournalEntry]) -> list[int]:
 
 
 def _check_steps(entries: list[JournalEntry]) -> list[str]:
-    return [
-        f"step {entry.step} follows step {before}"
-        for before, entry in zip([0, *(entry.step for entry in entries)], entries)
-        if entry.step != before + 1
-    ]
+    found = []
+    before = 0
+    for entry in entries:
+        if entry.step != before + 1:
+            found.append(f"step {entry.step} follows step {before}")
+        before = entry.step
+    return found
 
 
 def _check_members(entries: list[JournalEntry]) -> list[str]:
@@ -281,11 +288,9 @@ def _check_members(entries: list[JournalEntry]) -> list[str]:
     for entry in entries:
         for _, prompt, members in entry.groups:
             counts = Counter(sample for sample, *_ in members)
-            found += [
-                f"step {entry.step} trained sample {sample} of {prompt} {count} times in a group"
-                for sample, count in counts.items()
-                if count > 1
-            ]
+            for sample, count in counts.items():
+                if count > 1:
+                    found.append(f"step {entry.step} trained sample {sample} of {prompt} {count} times in a group")
     return found
 
 
@@ -354,7 +359,8 @@ def _check_checkpoint(entries: list[JournalEntry], ledger: Mapping[str, Any]) ->
 
     Prompts dropped since the last step are not in the journal yet, so dropped prompts in the ledger are also accepted.
     """
-    accounted = {*_positions(entries), *(prompt_index for prompt_index, _ in ledger.get("dropped", ()))}
+    accounted = set(_positions(entries))
+    accounted.update(prompt_index for prompt_index, _ in ledger.get("dropped", ()))
     done = itertools.chain(range(ledger["position"]), ledger["retired"])
     missing = itertools.islice((prompt_index for prompt_index in done if prompt_index not in accounted), _MOST)
     return [f"prompt index {p} is missing in the journal, but the newest checkpoint lists it as done" for p in missing]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from gdpo_nemo.observe.metric_registry import alias_values
 from gdpo_nemo.observe.metrics import History, MetricsLog, clean, read_metrics
 from gdpo_nemo.observe.plot import plot_rewards
 from gdpo_nemo.observe.run_files import RESTARTING, TraceLog, write_alert
+from gdpo_nemo.observe.sample_values import NO_VALUES, SampleValues
 from gdpo_nemo.observe.sample_writer import SampleWriter
 from gdpo_nemo.observe.samples import remove_rollouts_after
 from gdpo_nemo.observe.trackers import Tracker, completion_table, enabled_trackers
@@ -109,40 +111,22 @@ class RunLog:
         self,
         row: Mapping[str, Any],
         groups: Sequence[Group] | None = None,
-        advantages: np.ndarray | None = None,
-        trainer_logprobs: Sequence[np.ndarray | None] | None = None,
-        terms: Mapping[str, np.ndarray] | None = None,
-        turn_advantages: Sequence[np.ndarray] | None = None,
-        entropies: Sequence[np.ndarray | None] | None = None,
+        values: SampleValues = NO_VALUES,
     ) -> None:
         """Record a finished step. The groups are written in the background and must not be changed afterwards.
 
         Args:
             row: metrics of the step. ``row["step"]`` counts from 1.
-            advantages: advantage of each trajectory, in group order. Shape: [trajectories].
-            trainer_logprobs: for each trajectory, log-probs from the trainer. Shape: [completion tokens].
-            terms: contribution of each component to the advantages. Shape: [trajectories].
-            turn_advantages: for each trajectory, advantages of its turns. Shape: [turns].
-            entropies: for each trajectory, entropies in nats. Shape: [completion tokens].
+            values: values of the groups' trajectories.
 
         Raises:
             NumericsFailed: if a metric in ``health.stop_on`` has left its range.
         """
         self._record(row)
         if groups is not None and self._samples:
-            self._try(
-                "rollouts",
-                self._samples.write,
-                row["step"],
-                groups,
-                advantages,
-                trainer_logprobs,
-                terms,
-                turn_advantages=turn_advantages,
-                entropies=entropies,
-            )
+            self._try("rollouts", self._samples.write, row["step"], groups, values)
         if groups is not None:
-            self._completions(row["step"], groups, advantages)
+            self._completions(row["step"], groups, values.advantages)
         if self._console:
             self._try("the console", self._console.step, clean(row))
         self._try("report.html", self._redraw.step, row["step"])
@@ -256,15 +240,14 @@ class RunLog:
 
     def _start_trackers(self, start_step: int) -> dict[str, Tracker]:
         config = self._config
-        kinds = {
-            **({"TensorBoard": _tensorboard} if config.logger.tensorboard.enabled else {}),
-            **enabled_trackers(config.logger),
-        }
+        kinds: dict[str, Any] = {"TensorBoard": _tensorboard} if config.logger.tensorboard.enabled else {}
+        kinds |= enabled_trackers(config.logger)
         settings = recorded(config) if kinds else {}
-        started = {
-            name: self._try(name, kind, config, self._run_dir, start_step, settings) for name, kind in kinds.items()
-        }
-        return {name: tracker for name, tracker in started.items() if tracker}
+        started = {}
+        for name, kind in kinds.items():
+            if tracker := self._try(name, kind, config, self._run_dir, start_step, settings):
+                started[name] = tracker
+        return started
 
     def _completions(self, step: int, groups: Sequence[Group], advantages: np.ndarray | None) -> None:
         section = self._config.logger

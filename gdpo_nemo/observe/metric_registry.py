@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
+from itertools import chain
 from pathlib import Path
-from typing import Any, Iterable, Mapping
+from typing import Any
 
 PACKAGE = Path(__file__).resolve().parents[1]
 NAME = "NAME"
@@ -160,7 +162,7 @@ def description_of(key: str) -> str:
 
 def unknown_metrics(rows: Iterable[Mapping[str, object]]) -> list[str]:
     """Return the keys in ``rows`` that have no description, in order, except metrics of reward functions."""
-    keys = dict.fromkeys(key for row in rows for key in row)
+    keys = dict.fromkeys(chain.from_iterable(rows))
     return [key for key in keys if not key.startswith(OWN) and find_metric(key) is None]
 
 
@@ -240,7 +242,12 @@ _NO_COMPONENTS = ("validation/env_failed",)
 
 def alias_values(row: Mapping[str, Any], programs: Iterable[str]) -> dict[str, Any]:
     """Return the values of ``row`` under the names that ``programs`` use."""
-    return {name: value for program in programs for key, value in row.items() if (name := _alias(key, program))}
+    values = {}
+    for program in programs:
+        for key, value in row.items():
+            if name := _alias(key, program):
+                values[name] = value
+    return values
 
 
 def _alias(key: str, program: str) -> str | None:

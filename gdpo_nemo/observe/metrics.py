@@ -7,10 +7,11 @@ import json
 import math
 import os
 import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -91,12 +92,12 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
 
 def clean(row: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a row to JSON values, including NumPy scalars. Values that are None, NaN or infinite are omitted."""
-    plain = {key: value.item() if isinstance(value, np.generic) else value for key, value in row.items()}
-    return {
-        key: value
-        for key, value in plain.items()
-        if value is not None and not (isinstance(value, float) and not math.isfinite(value))
-    }
+    cleaned = {}
+    for key, value in row.items():
+        plain = value.item() if isinstance(value, np.generic) else value
+        if plain is not None and not (isinstance(plain, float) and not math.isfinite(plain)):
+            cleaned[key] = plain
+    return cleaned
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
@@ -145,18 +146,25 @@ class History:
         """Reward components in the order in which they were first reported, without ``total``."""
         names: dict[str, None] = {}
         for row in self.training:
-            means = (key for key in row if key.startswith("reward/") and key.endswith("/mean"))
-            names.update((key[len("reward/") : -len("/mean")], None) for key in means)
+            for key in row:
+                if key.startswith("reward/") and key.endswith("/mean"):
+                    names[key[len("reward/") : -len("/mean")]] = None
         for row in self.validation:
-            names.update((key[len("validation/") :], None) for key in row if key.startswith("validation/"))
+            for key in row:
+                if key.startswith("validation/"):
+                    names[key[len("validation/") :]] = None
         names.pop("total", None)
         measured = [n for n in names if self.curve(f"reward/{n}/mean")[0]]
         return measured or [n for n in names if "/" not in n]
 
     def curve(self, key: str) -> tuple[list[int], list[float]]:
         """Return steps and values of one metric, from the rows that contain the metric."""
-        rows = [row for row in (*self.training, *self.validation) if key in row]
-        return [row["step"] for row in rows], [float(row[key]) for row in rows]
+        steps, values = [], []
+        for row in (*self.training, *self.validation):
+            if key in row:
+                steps.append(row["step"])
+                values.append(float(row[key]))
+        return steps, values
 
     def first(self, key: str, window: int = WINDOW) -> float | None:
         """Return the mean of the first ``window`` values of a metric, or None if the metric was not measured."""
@@ -178,8 +186,11 @@ class History:
     def trailing(self, key: str, window: int = WINDOW) -> tuple[list[int], list[float]]:
         """Return steps and trailing means of one metric. The first means average fewer values."""
         steps, values = self.curve(key)
-        smooth = (_mean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values)))
-        return steps, [value for value in smooth if value is not None]  # Windows are never empty, so no mean is None.
+        means = []
+        for i in range(len(values)):
+            recent = values[max(0, i + 1 - window) : i + 1]
+            means.append(sum(recent) / len(recent))
+        return steps, means
 
     def direction(self, component: str) -> int:
         """Return 1 if larger rewards of a component are better, and -1 if smaller ones are.
@@ -231,7 +242,7 @@ class History:
         """Return the first-order changes of each component's expected reward, by component and by the component or
         other part of the gradient that caused them, as curves (``gdpo.component_gradient_period``)."""
         found: dict[str, dict[str, tuple[list[int], list[float]]]] = {}
-        for key in dict.fromkeys(key for row in self.training for key in row):
+        for key in dict.fromkeys(chain.from_iterable(self.training)):
             if match := _EFFECT.fullmatch(key):
                 found.setdefault(match[1], {})[match[2]] = self.curve(key)
         return found
@@ -246,8 +257,12 @@ class History:
         total = sum(row.get("time/step", 0.0) for row in rows)
         if total <= 0:
             return {}
-        seconds = {phase: sum(row.get(f"time/{phase}", 0.0) for row in rows) for phase in PHASES}
-        return {phase: spent / total for phase, spent in seconds.items() if spent > 0}
+        shares = {}
+        for phase in PHASES:
+            seconds = sum(row.get(f"time/{phase}", 0.0) for row in rows)
+            if seconds > 0:
+                shares[phase] = seconds / total
+        return shares
 
 
 def _mean(values: list[float]) -> float | None:

@@ -21,9 +21,10 @@ import socket
 import stat
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 from gdpo_nemo.utils.errors import ConfigError, RunError, printable
 from gdpo_nemo.utils.files import open_file, parse_json, read_text, sync_folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from gdpo_nemo.observe.metric_registry import title_of
 from gdpo_nemo.observe.metrics import WINDOW, History, read_metrics
+from gdpo_nemo.utils.errors import printable
 from gdpo_nemo.utils.files import real_path, write_whole
 
 FILE = "rewards.png"
@@ -94,15 +96,15 @@ def effects_png(history: History) -> bytes | None:
     if not effects:
         return None
     figure, axes_of = panels(len(effects), "")
-    parts = list(dict.fromkeys(part for causes in effects.values() for part in causes))
+    parts = list(dict.fromkeys(chain.from_iterable(effects.values())))
     for axes, (name, causes) in zip(axes_of, effects.items()):
         for part, (steps, values) in causes.items():
             axes.plot(steps, np.cumsum(values), color=COLOURS[parts.index(part) % len(COLOURS)], label=part)
         axes.axhline(0.0, color=_GREY, linewidth=0.8)
         axes.set_title(f"change of {name} by", loc="left", fontsize=10, color=INK)
-    limits = [limit for axes in axes_of for limit in axes.get_ylim()]
+    lows, highs = zip(*(axes.get_ylim() for axes in axes_of))
     for axes in axes_of:
-        axes.set_ylim(min(limits), max(limits))
+        axes.set_ylim(min(lows), max(highs))
     handles, labels = axes_of[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), frameon=False, fontsize=9)
     return png_of(figure)
@@ -131,7 +133,7 @@ def _draw_component(axes: Axes, history: History, name: str, colour: str) -> Non
             f"{history.first(key, history.end_window):.2f} → {last:.2f}", loc="right", fontsize=10, color=INK
         )
     everything = [*values, *held_out[1]]
-    if everything and 0 <= min(everything) and max(everything) <= 1:
+    if everything and min(everything) >= 0 and max(everything) <= 1:
         axes.set_ylim(-0.03, 1.05)  # Rewards between 0 and 1 have the same y range in every panel.
 
 
@@ -146,7 +148,7 @@ def panels(count: int, title: str, effort: str = "step") -> tuple[Figure, list[A
     figure = Figure(figsize=(max(3.3 * columns, 4.5), 2.7 * rows + 0.75), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     if title:
-        figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
+        figure.suptitle(printable(title), x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
     bare = list(figure.subplots(rows, columns, squeeze=False).flat)
     for spare in bare[count:]:
         spare.remove()

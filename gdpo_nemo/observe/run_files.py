@@ -9,9 +9,10 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO, Callable, Mapping
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -99,13 +100,13 @@ def is_count(value: Any) -> bool:
 
 def _lists_of(*checks: Check) -> Check:
     """Return a check that accepts a list of lists. Each inner list must contain one value per check, in order."""
-    return lambda value: (
-        isinstance(value, list)
-        and all(
-            isinstance(part, list) and len(part) == len(checks) and all(check(v) for check, v in zip(checks, part))
-            for part in value
-        )
-    )
+
+    def is_part(part: Any) -> bool:
+        if not isinstance(part, list) or len(part) != len(checks):
+            return False
+        return all(check(value) for check, value in zip(checks, part))
+
+    return lambda value: isinstance(value, list) and all(map(is_part, value))
 
 
 def _are_numbers(value: Any) -> bool:

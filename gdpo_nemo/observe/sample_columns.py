@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from gdpo_nemo.data.records import Group
+from gdpo_nemo.data.records import Group, Trajectory
+from gdpo_nemo.observe.sample_values import NO_VALUES, SampleValues
 
 _NUMBERS = pa.map_(pa.string(), pa.float64())
 SCHEMA = pa.schema(
@@ -95,65 +99,54 @@ REQUIRED = frozenset(name for name in SCHEMA.names if _DEFAULTS.get(name, "") is
 """Columns whose values are never null."""
 
 
-def table_of(
-    groups: Sequence[Group],
-    advantages: np.ndarray | None = None,
-    terms: Mapping[str, np.ndarray] | None = None,
-    trainer_logprobs: Sequence[np.ndarray | None] | None = None,
-    turn_advantages: Sequence[np.ndarray] | None = None,
-    entropies: Sequence[np.ndarray | None] | None = None,
-) -> pa.Table:
-    """Convert the trajectories of ``groups`` to a table with the columns of ``SCHEMA`` and one row per trajectory.
-
-    Args:
-        advantages: advantage of each trajectory, in the order of the groups. Shape: [trajectories].
-        terms: contribution of each component to the advantages. Shape: [trajectories].
-        trainer_logprobs: for each trajectory, log-probs from the trainer. Shape: [completion tokens]. None if unknown.
-        turn_advantages: for each trajectory, advantages of its turns. Shape: [turns].
-        entropies: for each trajectory, entropies in nats. Shape: [completion tokens]. None if unknown.
-    """
-    samples = [trajectory for group in groups for trajectory in group.trajectories]
-    prompts = [trajectory.prompt for trajectory in samples]
-    count = len(samples)
-    positions = [group.position for group in groups for _ in group.trajectories]
-    turn_tokens = [trajectory.turn_tokens if trajectory.turns > 1 else None for trajectory in samples]
+def table_of(groups: Sequence[Group], values: SampleValues = NO_VALUES) -> pa.Table:
+    """Convert the trajectories of ``groups`` to a table with the columns of ``SCHEMA`` and one row per trajectory."""
+    columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
+    for group in groups:
+        for trajectory in group.trajectories:
+            for name, value in _fields(group, trajectory).items():
+                columns[name].append(value)
+    count = len(columns["prompt_id"])
     unknown = [None] * count
-    texts = {
-        "prompt_id": [prompt.id for prompt in prompts],
-        "prompt": [prompt.text for prompt in prompts],
-        "completion": [trajectory.text for trajectory in samples],
-        "detail": [trajectory.detail for trajectory in samples],
+    computed = {
+        "advantage": unknown if values.advantages is None else np.asarray(values.advantages, np.float64).tolist(),
+        "terms": _term_rows(values.terms, count),
+        "trainer_logprobs": unknown if values.trainer_logprobs is None else values.trainer_logprobs,
+        "turn_advantages": unknown if values.turn_advantages is None else values.turn_advantages,
+        "entropies": unknown if values.entropies is None else values.entropies,
     }
-    columns = {
-        **{name: _strings(values) for name, values in texts.items()},
-        "sample_index": pa.array([t.sample_index for t in samples], pa.int32()),
-        "environment": pa.array([prompt.environment for prompt in prompts], pa.string()),
-        "rewards": _maps([t.rewards for t in samples]),
-        "outcome": pa.array([str(t.outcome) for t in samples], pa.string()),
-        "finish_reason": pa.array([t.finish_reason for t in samples], pa.string()),
-        "policy_version": pa.array([t.policy_version for t in samples], pa.int64()),
-        "prompt_ids": _lists([prompt.token_ids for prompt in prompts], np.int32),
-        "completion_ids": _lists([t.completion_ids for t in samples], np.int32),
-        "logprobs": _lists([t.logprobs for t in samples], np.float32),
-        "turns": pa.array([t.turns for t in samples], pa.int32()),
-        "loss_mask": _lists([t.loss_mask for t in samples], np.bool_),
-        "turn_tokens": _lists(turn_tokens, np.int32),
-        "turn_rewards": _json([t.turn_rewards if t.turns > 1 else None for t in samples]),
-        "turn_advantages": _lists(unknown if turn_advantages is None else turn_advantages, np.float64),
-        "turn_parents": _lists([t.turn_parents or None for t in samples], np.int32),
-        "reward_tokens": _json([t.reward_tokens for t in samples]),
-        "thinking_tokens": pa.array([t.thinking_tokens or None for t in samples], pa.int32()),
-        "position": pa.array(positions, pa.int64()),
-        "spans": _span_lists([t.spans for t in samples]),
-        "extra": _json([t.extra for t in samples]),
-        "advantage": _doubles(advantages, count),
-        "terms": _maps(_term_rows(terms, count)),
-        "trainer_logprobs": _lists(unknown if trainer_logprobs is None else trainer_logprobs, np.float32),
-        "entropies": _lists(unknown if entropies is None else entropies, np.float32),
-        "routing": _lists([None if t.routing is None else t.routing.ravel() for t in samples], np.int16),
-        "not_utf8": _not_utf8(texts, count),
+    return _table({**columns, **computed}, SCHEMA.names)
+
+
+def _fields(group: Group, trajectory: Trajectory) -> dict[str, Any]:
+    """Return the values of the columns that do not depend on training, in the forms that ``_BUILDERS`` expects."""
+    t = trajectory
+    return {
+        "prompt_id": t.prompt.id,
+        "sample_index": t.sample_index,
+        "environment": t.prompt.environment,
+        "prompt": t.prompt.text,
+        "completion": t.text,
+        "rewards": t.rewards,
+        "outcome": str(t.outcome),
+        "detail": t.detail,
+        "finish_reason": t.finish_reason,
+        "policy_version": t.policy_version,
+        "prompt_ids": t.prompt.token_ids,
+        "completion_ids": t.completion_ids,
+        "logprobs": t.logprobs,
+        "turns": t.turns,
+        "loss_mask": t.loss_mask,
+        "turn_tokens": t.turn_tokens if t.turns > 1 else None,
+        "turn_rewards": t.turn_rewards if t.turns > 1 else None,
+        "turn_parents": t.turn_parents or None,
+        "reward_tokens": t.reward_tokens,
+        "thinking_tokens": t.thinking_tokens or None,
+        "position": group.position,
+        "spans": t.spans,
+        "extra": t.extra,
+        "routing": None if t.routing is None else t.routing.ravel(),
     }
-    return pa.table([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
 
 def with_required(table: pa.Table) -> pa.Table:
@@ -185,7 +178,7 @@ def values_of(column: pa.ChunkedArray | pa.Array) -> list[Any]:
     Lists of numbers become NumPy arrays that share the column's memory. Maps become dictionaries.
     """
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
-    return [value for chunk in chunks for value in _chunk_values(chunk)]
+    return list(chain.from_iterable(map(_chunk_values, chunks)))
 
 
 def with_half_pairs(texts: dict[str, list[str]], not_utf8: pa.ChunkedArray) -> dict[str, list[str]]:
@@ -220,21 +213,29 @@ def table_of_records(records: Iterable[Mapping[str, Any]], names: Sequence[str])
         KeyError, TypeError, ValueError, AttributeError: if the records are not samples.
     """
     rows = list(records)
-    columns = []
+    columns: dict[str, Sequence[Any]] = {}
     for name in names:
-        if name == "not_utf8":  # JSON files contain texts with unpaired surrogates directly.
-            texts = {text: [record.get(text, "") for record in rows] for text in _TEXTS}
-            columns.append(_not_utf8(texts, len(rows)))
-            continue
         if name in _DEFAULTS:
-            values = [record.get(name, _DEFAULTS[name]) for record in rows]
+            columns[name] = [record.get(name, _DEFAULTS[name]) for record in rows]
         else:
-            values = [record[name] for record in rows]
-        if name in _FROM_JSON:
-            columns.append(_FROM_JSON[name](values))
+            columns[name] = [record[name] for record in rows]
+    if "not_utf8" in names:  # JSON files contain texts with unpaired surrogates directly.
+        for name in set(_TEXTS).difference(names):
+            columns[name] = [record.get(name, "") for record in rows]
+    return _table(columns, names)
+
+
+def _table(columns: Mapping[str, Sequence[Any]], names: Sequence[str]) -> pa.Table:
+    """Build the columns ``names`` from values by column. ``not_utf8`` is built from the columns with texts."""
+    arrays = []
+    for name in names:
+        if name == "not_utf8":
+            arrays.append(_not_utf8(columns))
+        elif name in _BUILDERS:
+            arrays.append(_BUILDERS[name](columns[name]))
         else:
-            columns.append(pa.array(values, SCHEMA.field(name).type))
-    return pa.table(columns, schema=pa.schema([SCHEMA.field(name) for name in names]))
+            arrays.append(pa.array(columns[name], SCHEMA.field(name).type))
+    return pa.table(arrays, schema=pa.schema([SCHEMA.field(name) for name in names]))
 
 
 # -- building columns -------------------------------------------------------------------------------------------------
@@ -247,11 +248,11 @@ def _strings(values: Sequence[str]) -> pa.Array:
         return pa.array([value.encode("utf-8", "replace").decode() for value in values], pa.string())
 
 
-def _not_utf8(texts: Mapping[str, Sequence[str]], count: int) -> pa.Array:
-    """Build the column ``not_utf8`` from texts by column name."""
-    found: list[dict[str, str]] = [{} for _ in range(count)]
+def _not_utf8(columns: Mapping[str, Sequence[str]]) -> pa.Array:
+    """Build the column ``not_utf8`` from the columns with texts."""
+    found: list[dict[str, str]] = [{} for _ in columns["prompt_id"]]
     for name in _TEXTS:
-        for index, value in enumerate(texts[name]):
+        for index, value in enumerate(columns[name]):
             if not _encodable(value):
                 found[index][name] = value
     return _json(found)
@@ -281,15 +282,19 @@ def _offsets(parts: Sequence[Any]) -> pa.Array:
 
 
 def _maps(rows: Sequence[Mapping[str, float | None] | None]) -> pa.Array:
-    parts = [row or {} for row in rows]
-    keys = pa.array([name for row in parts for name in row], pa.string())
-    items = [None if value is None else float(value) for row in parts for value in row.values()]
-    offsets = _offsets(parts)
-    if any(row is None for row in rows):  # A map column encodes nulls in its offsets.
-        *starts, end = offsets.to_pylist()
-        nullable = [None if row is None else start for row, start in zip(rows, starts)]
-        offsets = pa.array([*nullable, end], pa.int32())
-    return pa.MapArray.from_arrays(offsets, keys, pa.array(items, pa.float64()))
+    names, items = [], []
+    for row in rows:
+        for name, value in (row or {}).items():
+            names.append(name)
+            items.append(None if value is None else float(value))
+    offsets = _offsets([row or () for row in rows])
+    if None in rows:  # A map column encodes nulls in its offsets.
+        nullable = offsets.to_pylist()
+        for index, row in enumerate(rows):
+            if row is None:
+                nullable[index] = None
+        offsets = pa.array(nullable, pa.int32())
+    return pa.MapArray.from_arrays(offsets, pa.array(names, pa.string()), pa.array(items, pa.float64()))
 
 
 def _term_rows(terms: Mapping[str, np.ndarray] | None, count: int) -> Sequence[Mapping[str, float] | None]:
@@ -301,45 +306,35 @@ def _term_rows(terms: Mapping[str, np.ndarray] | None, count: int) -> Sequence[M
     return [dict(zip(terms, row)) for row in zip(*columns)]
 
 
-def _doubles(values: np.ndarray | None, count: int) -> pa.Array:
-    if values is None:
-        return pa.nulls(count, pa.float64())
-    return pa.array(np.asarray(values, np.float64))
-
-
 def _json(values: Sequence[Any]) -> pa.Array:
     """Build a column of JSON texts. Empty values become null."""
     return pa.array([json.dumps(value) if value else None for value in values], pa.string())
 
 
 def _span_lists(spans: Sequence[Sequence[tuple[int, int]]]) -> pa.Array:
-    flat = np.array([pair for row in spans for pair in row], np.int64).reshape(-1, 2)
-    columns = [pa.array(column) for column in np.ascontiguousarray(flat.T)]
-    pairs = pa.StructArray.from_arrays(columns, ["version", "tokens"])
+    flat = np.array(list(chain.from_iterable(spans)), np.int64).reshape(-1, 2)
+    versions, tokens = np.ascontiguousarray(flat.T)
+    pairs = pa.StructArray.from_arrays([pa.array(versions), pa.array(tokens)], ["version", "tokens"])
     return pa.ListArray.from_arrays(_offsets(spans), pairs)
 
 
-def _int_lists(rows: Sequence[Any]) -> pa.Array:
-    return _lists(rows, np.int32)
-
-
 def _float_lists(rows: Sequence[Any]) -> pa.Array:
-    """Build a list column of floats from lists of JSON. None in a list becomes NaN."""
-    return _lists([None if row is None else np.array(row, np.float32) for row in rows], np.float32)
+    """Build a list column of floats from arrays, or from lists of JSON in which None becomes NaN."""
+    return _lists([None if row is None else np.asarray(row, np.float32) for row in rows], np.float32)
 
 
-_FROM_JSON: dict[str, Callable[[Sequence[Any]], pa.Array]] = {
+_BUILDERS: dict[str, Callable[[Sequence[Any]], pa.Array]] = {
     **dict.fromkeys(_TEXTS, _strings),
-    **dict.fromkeys(("prompt_ids", "completion_ids", "turn_tokens", "turn_parents"), _int_lists),
+    **dict.fromkeys(("prompt_ids", "completion_ids", "turn_tokens", "turn_parents"), partial(_lists, kind=np.int32)),
     **dict.fromkeys(TOKEN_FLOATS, _float_lists),
     **dict.fromkeys(("rewards", "terms"), _maps),
     **dict.fromkeys(("turn_rewards", "reward_tokens", "extra"), _json),
-    "loss_mask": lambda rows: _lists(rows, np.bool_),
+    "loss_mask": partial(_lists, kind=np.bool_),
     "spans": _span_lists,
-    "turn_advantages": lambda rows: _lists(rows, np.float64),
-    "routing": lambda rows: _lists(rows, np.int16),
+    "turn_advantages": partial(_lists, kind=np.float64),
+    "routing": partial(_lists, kind=np.int16),
 }
-"""Functions that build a column from JSON values. Columns without a function use ``pa.array``."""
+"""Functions that build a column from JSON values or arrays. Columns without a function use ``pa.array``."""
 
 
 # -- reading columns -------------------------------------------------------------------------------------------------

@@ -15,12 +15,12 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Callable, Mapping, Sequence, cast
-
-import numpy as np
+from typing import BinaryIO, cast
 
 from gdpo_nemo.data.records import Group, Prompt, Trajectory, unpack_trajectories
+from gdpo_nemo.observe.sample_values import NO_VALUES, SampleValues
 from gdpo_nemo.observe.samples import FOLDER, VALIDATION, write_rollouts
 from gdpo_nemo.utils.files import sync_folder
 from gdpo_nemo.utils.waits import waiting
@@ -42,7 +42,9 @@ class SampleProcess:
         command = [sys.executable, "-W", "ignore", "-m", __name__, str(os.getpid())]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pipesize=_PIPE_BYTES)
 
-    def write(self, run_dir: str | Path, step: int, groups: Sequence[Group], arguments: Mapping[str, Any]) -> None:
+    def write(
+        self, run_dir: str | Path, step: int, groups: Sequence[Group], values: SampleValues, validation: bool
+    ) -> None:
         """Write the sample file of a step. The arguments are those of ``write_rollouts``.
 
         Raises:
@@ -51,7 +53,7 @@ class SampleProcess:
         """
         packed = [(_short(group.prompt), group.position, group.packed or group.trajectories) for group in groups]
         requests, answers = cast(BinaryIO, self._process.stdin), cast(BinaryIO, self._process.stdout)
-        pickle.dump((str(run_dir), step, packed, dict(arguments)), requests, pickle.HIGHEST_PROTOCOL)
+        pickle.dump((str(run_dir), step, packed, values, validation), requests, pickle.HIGHEST_PROTOCOL)
         requests.flush()
         error = pickle.load(answers)
         if error is not None:
@@ -83,15 +85,15 @@ def _serve(driver: int, requests: BinaryIO, answers: BinaryIO) -> None:
         signal.signal(number, signal.SIG_IGN)
     while True:
         try:
-            run_dir, step, packed, arguments = pickle.load(requests)
+            run_dir, step, packed, values, validation = pickle.load(requests)
         except EOFError:
             return
         error: Exception | None = None
         try:
-            write_rollouts(run_dir, step, [_unpacked(group) for group in packed], **arguments)
+            write_rollouts(run_dir, step, list(map(_unpacked, packed)), values, validation=validation)
         except Exception as raised:  # the driver raises it
             error = raised
-        del packed, arguments
+        del packed, values
         pickle.dump(error, answers)
         answers.flush()
 
@@ -119,8 +121,8 @@ class SampleWriter:
         self._most = most
         self._complain: Callable[[str], None] | None = complain
         self._changed = threading.Condition()
-        self._steps: deque[tuple[int, Sequence[Group], dict[str, Any]]] = deque()
-        """(step, groups, other arguments of ``write_rollouts``) of steps to write. The first step is being written."""
+        self._steps: deque[tuple[int, Sequence[Group], SampleValues, bool]] = deque()
+        """Arguments of ``write_rollouts`` for the steps to write. The first step is being written."""
         self._error: Exception | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -130,12 +132,8 @@ class SampleWriter:
         self,
         step: int,
         groups: Sequence[Group],
-        advantages: np.ndarray | None = None,
-        trainer_logprobs: Sequence[np.ndarray | None] | None = None,
-        terms: Mapping[str, np.ndarray] | None = None,
+        values: SampleValues = NO_VALUES,
         *,
-        turn_advantages: Sequence[np.ndarray] | None = None,
-        entropies: Sequence[np.ndarray | None] | None = None,
         validation: bool = False,
     ) -> None:
         """Write the samples of ``step`` in the background. See ``write_rollouts``. Waits while two steps are pending.
@@ -143,19 +141,13 @@ class SampleWriter:
         Raises:
             Exception: if an earlier step could not be written. ``step`` is still written.
         """
-        columns = {
-            "advantages": advantages,
-            "trainer_logprobs": trainer_logprobs,
-            "terms": terms,
-            "turn_advantages": turn_advantages,
-            "entropies": entropies,
-        }
         if self._most is not None and not validation:
-            groups, columns = _first_groups(self._most, groups, columns)
+            groups = groups[: self._most]
+            values = values.part(slice(sum(len(group.trajectories) for group in groups)))
         start = time.monotonic()
         with self._changed:
             self._wait(lambda: len(self._steps) < _MAX_PENDING, f"the disk, for samples of step {step}")
-            self._steps.append((step, groups, {**columns, "validation": validation}))
+            self._steps.append((step, groups, values, validation))
             if self._thread is None:
                 # A daemon thread does not keep the process alive if the driver ends without ``close``.
                 self._thread = threading.Thread(target=self._work, name="samples", daemon=True)
@@ -214,43 +206,28 @@ class SampleWriter:
                 self._changed.wait_for(lambda: self._steps or self._closed)
                 if not self._steps:
                     break
-                step, groups, arguments = self._steps[0]
+                step, groups, values, validation = self._steps[0]
             try:
-                self._write(step, groups, arguments)
+                self._write(step, groups, values, validation)
             except Exception as error:  # noqa: BLE001 - raised by the next call
                 self._error = error
-            del groups, arguments
+            del groups, values  # Otherwise, they would stay in memory until the next step.
             with self._changed:
                 self._steps.popleft()
                 self._changed.notify_all()
         if self._process is not None:
             self._process.close()
 
-    def _write(self, step: int, groups: Sequence[Group], arguments: dict[str, Any]) -> None:
+    def _write(self, step: int, groups: Sequence[Group], values: SampleValues, validation: bool) -> None:
         if any(group.packed for group in groups):
             self._process = self._process or SampleProcess()
             try:
-                self._process.write(self._run_dir, step, groups, arguments)
+                self._process.write(self._run_dir, step, groups, values, validation)
                 return
             except (BrokenPipeError, EOFError):  # the process was killed
                 self._process.close()
                 self._process = None
-        write_rollouts(self._run_dir, step, groups, **arguments)
-
-
-def _first_groups(
-    most: int, groups: Sequence[Group], columns: Mapping[str, Any]
-) -> tuple[Sequence[Group], dict[str, Any]]:
-    """Return the first ``most`` groups, and their samples' entries in each column or mapping of columns."""
-    chosen = groups[:most]
-    count = sum(len(group.trajectories) for group in chosen)
-
-    def first_samples(column: Any) -> Any:
-        if isinstance(column, Mapping):
-            return {name: values[:count] for name, values in column.items()}
-        return None if column is None else column[:count]
-
-    return chosen, {name: first_samples(column) for name, column in columns.items()}
+        write_rollouts(self._run_dir, step, groups, values, validation=validation)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,12 @@ import contextlib
 import json
 import os
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Iterator, Mapping, Sequence
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from gdpo_nemo.data.records import Group
+from gdpo_nemo.observe.sample_values import NO_VALUES, SampleValues
 from gdpo_nemo.utils.errors import first_line
 from gdpo_nemo.utils.files import open_file, parse_json, whole_file
 
@@ -40,9 +40,8 @@ def rollout_path(run_dir: str | Path, step: int) -> Path:
 
 def rollout_files(run_dir: str | Path) -> Iterator[tuple[int, Path]]:
     """Yield (step, path) of every sample file of the training steps, in order."""
-    folder = Path(run_dir) / FOLDER
-    found = {int(match[1]) for path in folder.glob("step_*") if (match := _NAME.fullmatch(path.name))}
-    yield from ((step, rollout_path(run_dir, step)) for step in sorted(found))
+    for step in _steps(Path(run_dir) / FOLDER, "step_*"):
+        yield step, rollout_path(run_dir, step)
 
 
 def validation_path(run_dir: str | Path, step: int) -> Path:
@@ -52,9 +51,13 @@ def validation_path(run_dir: str | Path, step: int) -> Path:
 
 def validation_files(run_dir: str | Path) -> Iterator[tuple[int, Path]]:
     """Yield (step, path) of every sample file of a validation, in order."""
-    folder = Path(run_dir) / VALIDATION
-    found = {int(match[1]) for path in folder.glob("step_*.parquet") if (match := _NAME.fullmatch(path.name))}
-    yield from ((step, validation_path(run_dir, step)) for step in sorted(found))
+    for step in _steps(Path(run_dir) / VALIDATION, "step_*.parquet"):
+        yield step, validation_path(run_dir, step)
+
+
+def _steps(folder: Path, pattern: str) -> list[int]:
+    """Return the steps that have a sample file, in order."""
+    return sorted({int(match[1]) for path in folder.glob(pattern) if (match := _NAME.fullmatch(path.name))})
 
 
 def remove_rollouts_after(run_dir: str | Path, step: int) -> None:
@@ -73,48 +76,27 @@ def write_rollouts(
     run_dir: str | Path,
     step: int,
     groups: Sequence[Group],
-    advantages: np.ndarray | None = None,
-    trainer_logprobs: Sequence[np.ndarray | None] | None = None,
-    terms: Mapping[str, np.ndarray] | None = None,
+    values: SampleValues = NO_VALUES,
     *,
-    turn_advantages: Sequence[np.ndarray] | None = None,
-    entropies: Sequence[np.ndarray | None] | None = None,
     validation: bool = False,
 ) -> Path:
     """Write the trajectories of ``groups`` to the sample file of a step, and return its path.
 
     Args:
-        advantages: advantage of each trajectory, in the order of the groups. Shape: [trajectories].
-        trainer_logprobs: for each trajectory, log-probs from the trainer. Shape: [completion tokens]. None if unknown.
-        terms: weighted contribution of each component to the advantages. Shape: [trajectories].
-        turn_advantages: for each trajectory, advantages of its turns, with ``gdpo.credit: turn``. Shape: [turns].
-        entropies: for each trajectory, entropy in nats of each token's distribution. Shape: [completion tokens].
         validation: True for samples of held-out prompts after ``step`` steps, which are written to a separate file.
 
     Raises:
-        ValueError: if the length of an argument differs from the number of trajectories.
+        ValueError: if the length of a column of ``values`` differs from the number of trajectories.
     """
-    count = sum(len(group.trajectories) for group in groups)
-    values = {"advantages": advantages, "trainer_logprobs": trainer_logprobs, "turn_advantages": turn_advantages}
-    values |= {"entropies": entropies}
-    for name, column in {**values, **(terms or {})}.items():
-        if column is not None and len(column) != count:
-            raise ValueError(f"{name}: {len(column)} entries for {count} trajectories")
+    values.check(sum(len(group.trajectories) for group in groups))
     path = validation_path(run_dir, step) if validation else Path(run_dir) / FOLDER / f"step_{step:04d}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole(path) as partial:
-        _write_table(partial, _tables(groups, advantages, trainer_logprobs, terms, turn_advantages, entropies))
+        _write_table(partial, _tables(groups, values))
     return path
 
 
-def _tables(
-    groups: Sequence[Group],
-    advantages: np.ndarray | None,
-    trainer_logprobs: Sequence[np.ndarray | None] | None,
-    terms: Mapping[str, np.ndarray] | None,
-    turn_advantages: Sequence[np.ndarray] | None,
-    entropies: Sequence[np.ndarray | None] | None,
-) -> Iterator[pa.Table]:
+def _tables(groups: Sequence[Group], values: SampleValues) -> Iterator[pa.Table]:
     """Yield tables with about ``_TOKENS_AT_ONCE`` tokens each. Groups are not split."""
     from gdpo_nemo.observe.sample_columns import table_of
 
@@ -127,15 +109,7 @@ def _tables(
             tokens += sum(len(t.completion_ids) for t in groups[end].trajectories)
             last += len(groups[end].trajectories)
             end += 1
-        rows = slice(row, last)
-        yield table_of(
-            groups[start:end],
-            None if advantages is None else advantages[rows],
-            None if terms is None else {name: values[rows] for name, values in terms.items()},
-            None if trainer_logprobs is None else trainer_logprobs[rows],
-            None if turn_advantages is None else turn_advantages[rows],
-            None if entropies is None else entropies[rows],
-        )
+        yield table_of(groups[start:end], values.part(slice(row, last)))
         start = end
         row = last
 

@@ -7,8 +7,9 @@ log to TensorBoard import this module.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any
 
 from omegaconf import OmegaConf
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterator, Mapping, Protocol, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from gdpo_nemo.config.changes import flattened
 from gdpo_nemo.config.effects import value_of
 from gdpo_nemo.config.schema import Config, LoggerConfig
 from gdpo_nemo.data.records import Group, Trajectory
-from gdpo_nemo.observe.installation import version
+from gdpo_nemo.observe.installation import installed
 from gdpo_nemo.observe.metric_registry import description_of
 from gdpo_nemo.observe.metrics import clean
 from gdpo_nemo.utils.errors import printable_lines
@@ -224,22 +225,26 @@ _PACKAGES = {
 
 def missing_trackers(config: Config) -> list[str]:
     """Return one warning for each enabled tracker that is not installed."""
-    return [
-        f"{key}: {packages[0]} is not installed, so metrics are not sent to it; install it (uv sync --group trackers, "
-        f"or pip install {packages[0]})"
-        for key, packages in _PACKAGES.items()
-        if value_of(config, key) and not any(version(package) for package in packages)
-    ]
+    warnings = []
+    for key, packages in _PACKAGES.items():
+        if value_of(config, key) and not installed(packages):
+            warnings.append(
+                f"{key}: {packages[0]} is not installed, so metrics are not sent to it; install it (uv sync --group "
+                f"trackers, or pip install {packages[0]})"
+            )
+    return warnings
 
 
 def enabled_trackers(logger: LoggerConfig) -> dict[str, Any]:
     """Return the classes of the enabled trackers, by the name that alerts use."""
-    chosen = {
-        "Weights & Biases": WandbLog if logger.wandb.enabled else None,
-        "MLflow": MlflowLog if logger.mlflow.enabled else None,
-        "the Prometheus endpoint": PrometheusLog if logger.prometheus.port else None,
-    }
-    return {name: kind for name, kind in chosen.items() if kind}
+    kinds: dict[str, Any] = {}
+    if logger.wandb.enabled:
+        kinds["Weights & Biases"] = WandbLog
+    if logger.mlflow.enabled:
+        kinds["MLflow"] = MlflowLog
+    if logger.prometheus.port:
+        kinds["the Prometheus endpoint"] = PrometheusLog
+    return kinds
 
 
 LONGEST = 4000
@@ -280,7 +285,7 @@ def markdown(table: CompletionTable) -> str:
 def _texts(trajectory: Trajectory) -> list[str]:
     prompt = trajectory.prompt
     texts = (prompt.id, prompt.environment, prompt.text, trajectory.text, str(trajectory.outcome))
-    return [_short(text) for text in texts]
+    return list(map(_short, texts))
 
 
 def _short(text: str) -> str:

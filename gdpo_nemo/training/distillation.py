@@ -17,6 +17,7 @@ from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.contexts import by_trajectory, to_score
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import Group, Trajectory, UpdateResult
+from gdpo_nemo.observe.sample_values import SampleValues
 from gdpo_nemo.training.gdpo import GDPO, PreparedRollout
 from gdpo_nemo.training.inputs import teacher_folder
 
@@ -62,7 +63,7 @@ class OnPolicyDistillation(GDPO):
     def record(self, row: Mapping[str, Any], prepared: PreparedRollout) -> None:
         """Log the metrics and samples of a step. The advantage of a sample is the mean over its tokens."""
         means = self._mean_advantages(prepared)
-        self.log.step(row, prepared.rollout.groups, means, prepared.trainer_logprobs)
+        self.log.step(row, prepared.rollout.groups, SampleValues(means, prepared.trainer_logprobs))
 
     def validate(self, evaluated: Sequence[Group]) -> dict[str, float]:
         """Return the rewards on the held-out prompts, and the KL to the teacher if the samples are from the policy's

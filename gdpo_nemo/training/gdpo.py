@@ -21,6 +21,7 @@ from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.contexts import by_trajectory, to_score
 from gdpo_nemo.data.packing import TrainSequence, with_gradient
 from gdpo_nemo.data.records import UpdateResult
+from gdpo_nemo.observe.sample_values import SampleValues
 from gdpo_nemo.rollouts.credit import (
     TurnAdvantages,
     advantages_of,
@@ -329,19 +330,11 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
 
     def record(self, row: Mapping[str, Any], prepared: PreparedRollout) -> None:
         """Log the metrics and samples of a step, and report reward components that train nothing."""
-        rollout = prepared.rollout
         found = prepared.advantages
         terms = dict(zip(found.names, found.components.numpy().T))
         by_turn = found.by_turn if isinstance(found, TurnAdvantages) else None
-        self.log.step(
-            row,
-            rollout.groups,
-            found.values.numpy(),
-            prepared.trainer_logprobs,
-            terms=terms,
-            turn_advantages=by_turn,
-            entropies=prepared.entropies,
-        )
+        values = SampleValues(found.values.numpy(), prepared.trainer_logprobs, terms, by_turn, prepared.entropies)
+        self.log.step(row, prepared.rollout.groups, values)
         self.component_alerts.update(prepared.advantages.diagnostics)
 
     def _mean_advantages(self, prepared: PreparedRollout) -> np.ndarray:

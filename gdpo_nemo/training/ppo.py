@@ -22,6 +22,7 @@ from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.contexts import by_trajectory
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import Trajectory, UpdateResult
+from gdpo_nemo.observe.sample_values import SampleValues
 from gdpo_nemo.rollouts.credit import advantages_of, earned, is_trained, reward_columns, updates_of
 from gdpo_nemo.rollouts.metrics import check_failures
 from gdpo_nemo.training.gdpo import GDPO, PreparedRollout, TokenScores
@@ -177,7 +178,8 @@ class PPO(GDPO):
     def record(self, row: Mapping[str, Any], prepared: PreparedRollout) -> None:
         """Log the metrics and samples of a step. The advantage of a sample is the mean over its tokens."""
         means = self._mean_advantages(prepared)
-        self.log.step(row, prepared.rollout.groups, means, prepared.trainer_logprobs, entropies=prepared.entropies)
+        values = SampleValues(means, prepared.trainer_logprobs, entropies=prepared.entropies)
+        self.log.step(row, prepared.rollout.groups, values)
 
 
 def _at_policy_tokens(trajectory: Trajectory, values: np.ndarray) -> np.ndarray:

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from gdpo_nemo.data.records import Group, Prompt, Trajectory
+from gdpo_nemo.observe.sample_values import SampleValues
 from gdpo_nemo.observe.sample_writer import SampleWriter
 from gdpo_nemo.observe.samples import read_columns, rollout_path, write_samples
 
@@ -62,7 +63,7 @@ def write(writer: SampleWriter, step: int, groups: list[Group], advantages: np.n
     terms = dict.fromkeys("abc", advantages)
     cpu = time.process_time() - time.thread_time()
     start = time.perf_counter()
-    writer.write(step, groups, advantages, terms=terms)
+    writer.write(step, groups, SampleValues(advantages, terms=terms))
     handed = time.perf_counter() - start
     rounds = 0
     if busy:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from gdpo_nemo.config.load import load_config, save_config
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.observe.metrics import MetricsLog
+from gdpo_nemo.observe.sample_values import SampleValues
 from gdpo_nemo.observe.samples import write_rollouts
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
@@ -45,7 +46,7 @@ def hostile_run(folder: Path) -> Path:
         for number, text in enumerate(HOSTILE)
     ]
     save_config(load_config(DEMO), make(folder) / "config.yaml")
-    write_rollouts(folder, 1, [Group(prompt, samples)], np.linspace(-1, 1, len(samples)))
+    write_rollouts(folder, 1, [Group(prompt, samples)], SampleValues(np.linspace(-1, 1, len(samples))))
     return folder
 
 
@@ -65,7 +66,8 @@ def turns_run(folder: Path, steps: int = 2) -> Path:
         entropies = [-trajectory.logprobs / 2 for trajectory in samples]
         advantages = np.array([1.0, -1.0, 0.5, -0.5])
         groups = [Group(prompt, samples)]
-        write_rollouts(folder, step, groups, advantages, scored, {"a": advantages}, entropies=entropies)
+        values = SampleValues(advantages, scored, {"a": advantages}, entropies=entropies)
+        write_rollouts(folder, step, groups, values)
     return folder
 
 
@@ -108,7 +110,8 @@ def large_run(
             groups.append(Group(prompt, [_sample(prompt, n, step, tokens, random, words, rewards) for n in range(8)]))
         count = 8 * len(groups)
         trainer = [t.logprobs + np.float32(0.01) for group in groups for t in group.trajectories]
-        write_rollouts(folder, step, groups, random.normal(size=count), trainer, {"a": random.normal(size=count)})
+        values = SampleValues(random.normal(size=count), trainer, {"a": random.normal(size=count)})
+        write_rollouts(folder, step, groups, values)
         log.append({"step": step, "reward/a/mean": step / 100, "policy/entropy": 1 / step})
     log.close()
     return folder

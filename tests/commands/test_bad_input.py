@@ -426,6 +426,7 @@ def test_the_world_is_good_before_it_is_spoilt(world, capsys):
 NASTY = "\x1b[31mred\x1b]0;owned\x07\u202e"
 
 
+@pytest.mark.filterwarnings("error:Glyph")
 def test_texts_of_run_files_reach_the_terminal_printable(world, capsys):
     status = {"time": 1.0, "host": NASTY, "driver": 1, "waits": [], "queues": {NASTY: NASTY}}
     (world / "run" / "status.json").write_text(json.dumps(status))

@@ -15,6 +15,7 @@ from gdpo_nemo.commands.advantage_tables import read_step
 from gdpo_nemo.commands.replay import _print_other_objective
 from gdpo_nemo.config.load import load_config, save_config
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
+from gdpo_nemo.observe.sample_values import SampleValues
 from gdpo_nemo.observe.samples import write_rollouts
 from gdpo_nemo.rollouts.credit import advantages_of
 from gdpo_nemo.training.replay import Segment
@@ -38,7 +39,7 @@ def recorded(tmp_path: Path, groups: list[Group]) -> Path:
     """The file of one step, in a run folder with its config."""
     config = load_config(DEMO, ["run.name=recorded"])
     save_config(config, tmp_path / "config.yaml")
-    return write_rollouts(tmp_path, 7, groups, advantages_of(groups, config).values.numpy())
+    return write_rollouts(tmp_path, 7, groups, SampleValues(advantages_of(groups, config).values.numpy()))
 
 
 def two_groups() -> list[Group]:

@@ -20,6 +20,7 @@ from gdpo_nemo.observe import console, html_report as report, log, sample_writer
 from gdpo_nemo.observe.log import RunLog
 from gdpo_nemo.observe.metrics import History, read_metrics
 from gdpo_nemo.observe.run_files import RESTARTING, read_alerts, write_alert
+from gdpo_nemo.observe.sample_values import SampleValues
 from gdpo_nemo.observe.samples import rollout_files
 from gdpo_nemo.utils.errors import RunError
 
@@ -30,7 +31,7 @@ def play(config, steps=range(1, 8), start: int = 0, status: str = "complete") ->
     if start == 0:
         run.validation(demo_validation(0))
     for step in steps:
-        run.step(demo_row(step), demo_groups(step), np.zeros(6))
+        run.step(demo_row(step), demo_groups(step), SampleValues(np.zeros(6)))
         run.span("trainer", "train", step, step + 0.5)
     run.validation(demo_validation(steps[-1]))
     run.close(status)
@@ -138,7 +139,7 @@ def test_samples_are_written_only_if_requested(config, run_dir):
 def test_the_report_is_one_page_without_anything_active_in_it(config, run_dir):
     save_config(config, run_dir / "config.yaml")
     run = RunLog(config, run_dir)
-    run.step(demo_row(1), demo_groups(1), np.linspace(-1, 1, 6))
+    run.step(demo_row(1), demo_groups(1), SampleValues(np.linspace(-1, 1, 6)))
     run.alert("slow <engine>")
     run.close("complete")
     page = (run_dir / "report.html").read_text()

@@ -20,6 +20,7 @@ from gdpo_nemo.observe import sample_writer
 from gdpo_nemo.observe.log import RunLog
 from gdpo_nemo.observe.metrics import read_metrics
 from gdpo_nemo.observe.run_files import read_alerts
+from gdpo_nemo.observe.sample_values import SampleValues
 from gdpo_nemo.observe.sample_writer import SampleWriter
 from gdpo_nemo.observe.samples import read_rollouts, rollout_files, validation_files
 from gdpo_nemo.utils import waits
@@ -135,10 +136,10 @@ def test_a_writer_that_got_nothing_starts_no_thread(writer):
 def test_a_log_writes_the_samples_and_closes_with_all_of_them(config, run_dir):
     log = RunLog(config, run_dir)
     for step in range(1, 5):
-        log.step(demo_row(step), demo_groups(step), np.arange(6.0), terms={"format": np.ones(6)})
+        log.step(demo_row(step), demo_groups(step), SampleValues(np.arange(6.0), terms={"format": np.ones(6)}))
     log.flush(4)
     assert [step for step, _ in rollout_files(run_dir)] == [1, 2, 3, 4]
-    log.step(demo_row(5), demo_groups(5), np.arange(6.0))
+    log.step(demo_row(5), demo_groups(5), SampleValues(np.arange(6.0)))
     log.close("complete")
     records = {step: read_rollouts(path) for step, path in rollout_files(run_dir)}
     assert list(records) == [1, 2, 3, 4, 5] and records[2][1]["terms"] == {"format": 1.0}
@@ -172,7 +173,8 @@ def test_requested_number_of_groups_is_written_with_all_their_fields(config, run
     lengths = [len(t.completion_ids) for group in groups for t in group.trajectories]
     scored = [np.full(length, place, np.float32) for place, length in enumerate(lengths)]
     terms = {"format": np.arange(9.0)}
-    log.step(demo_row(1), groups, np.arange(9.0), scored, terms, entropies=[-values for values in scored])
+    entropies = [-values for values in scored]
+    log.step(demo_row(1), groups, SampleValues(np.arange(9.0), scored, terms, entropies=entropies))
     log.validation({"step": 1, "validation/format": 1.0}, groups)
     log.close("complete")
     records = read_rollouts(dict(rollout_files(run_dir))[1])
@@ -207,25 +209,27 @@ def packed_groups(prompts: int) -> list[Group]:
 @pytest.mark.slow
 def test_groups_of_hosts_are_written_by_a_process_and_by_the_thread_if_it_is_killed(tmp_path, complaints):
     advantages = np.arange(9, dtype=np.float64)
+    values = SampleValues(advantages, terms={"a": advantages})
     writer = SampleWriter(tmp_path, complaints.append)
-    writer.write(1, demo_groups(prompts=3), advantages, terms={"a": advantages})
+    writer.write(1, demo_groups(prompts=3), values)
     writer.flush()
     assert writer._process is None
     first = packed_groups(3)
     part = Group(first[1].prompt, first[1].trajectories, first[1].position)  # as after a group was split
-    writer.write(2, [first[0], part, first[2]], advantages, terms={"a": advantages})
+    writer.write(2, [first[0], part, first[2]], values)
     writer.flush()
     process = writer._process._process
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    writer.write(3, packed_groups(3), advantages, terms={"a": advantages})
+    writer.write(3, packed_groups(3), values)
     writer.flush()
     assert complaints == [] and writer._process is None
-    writer.write(4, packed_groups(3), advantages, terms={"a": advantages})
+    writer.write(4, packed_groups(3), values)
     writer.flush()
     process = writer._process._process
     os.kill(process.pid, signal.SIGSTOP)
-    writer.write(5, packed_groups(3), advantages, terms={"a": advantages})
+    os.waitpid(process.pid, os.WUNTRACED)  # until it has stopped; before, it could still read the next step
+    writer.write(5, packed_groups(3), values)
     deadline = time.monotonic() + 120
     while not unread(process.stdin):  # until the thread has sent the step
         assert time.monotonic() < deadline

@@ -17,6 +17,7 @@ from gdpo_nemo.commands import cli
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.observe import samples as sample_files
 from gdpo_nemo.observe.sample_columns import SCHEMA, table_of, values_of
+from gdpo_nemo.observe.sample_values import SampleValues
 from gdpo_nemo.observe.samples import (
     iter_rollouts,
     read_columns,
@@ -85,7 +86,8 @@ def test_every_field_of_a_sample_reads_back_bit_for_bit(tmp_path_factory, monkey
     terms = {"correct": data.draw(column), "short": data.draw(column)}
     trainer = [t.logprobs * np.float32(0.5) for _, t in samples]
     entropies = [-t.logprobs for _, t in samples]
-    path = write_rollouts(tmp_path_factory.mktemp("run"), 1, groups, advantages, trainer, terms, entropies=entropies)
+    values = SampleValues(advantages, trainer, terms, entropies=entropies)
+    path = write_rollouts(tmp_path_factory.mktemp("run"), 1, groups, values)
     table = read_columns(path, SCHEMA.names)
     assert bits(table["advantage"], np.float64) == bits(advantages, np.float64)
     expected = {"logprobs": [t.logprobs for _, t in samples], "trainer_logprobs": trainer, "entropies": entropies}
@@ -128,7 +130,8 @@ def test_a_step_of_no_samples_is_a_file_of_none(tmp_path):
 
 
 def test_any_reader_of_parquet_sees_plain_columns(tmp_path):
-    path = write_rollouts(tmp_path, 7, demo_groups(7), np.arange(6.0), terms={"format": np.ones(6)})
+    values = SampleValues(np.arange(6.0), terms={"format": np.ones(6)})
+    path = write_rollouts(tmp_path, 7, demo_groups(7), values)
     assert path.name == "step_0007.parquet"
     frame = pq.read_table(path).to_pandas()
     assert frame["advantage"].tolist() == [0, 1, 2, 3, 4, 5] and dict(frame["terms"][0]) == {"format": 1.0}
@@ -140,8 +143,9 @@ def test_any_reader_of_parquet_sees_plain_columns(tmp_path):
 @pytest.mark.parametrize("name", ["advantages", "trainer_logprobs", "entropies", "terms"])
 def test_columns_that_do_not_match_the_trajectories_are_refused(tmp_path, name):
     column = np.zeros(5)
+    values = SampleValues(**{name: {"format": column} if name == "terms" else column})
     with pytest.raises(ValueError, match="5 entries for 6"):
-        write_rollouts(tmp_path, 1, demo_groups(), **{name: {"format": column} if name == "terms" else column})
+        write_rollouts(tmp_path, 1, demo_groups(), values)
     assert list(rollout_files(tmp_path)) == []
 
 
@@ -244,7 +248,7 @@ def test_tables_share_the_memory_of_their_tokens():
 def test_the_export_is_the_records_with_their_step(tmp_path, capsys):
     older(tmp_path / "rollouts" / "step_0001.jsonl", demo_groups(1))
     for step in (2, 3):
-        write_rollouts(tmp_path, step, demo_groups(step), np.arange(6.0))
+        write_rollouts(tmp_path, step, demo_groups(step), SampleValues(np.arange(6.0)))
     assert cli.main(["rollouts", str(tmp_path)]) == 0
     wanted = [{"step": step, **r} for step, path in rollout_files(tmp_path) for r in read_rollouts(path)]
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == wanted

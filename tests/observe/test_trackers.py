@@ -16,9 +16,10 @@ from demo_run import demo_groups
 from gdpo_nemo.commands import cli
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.observe import trackers
+from gdpo_nemo.observe import installation, trackers
 from gdpo_nemo.observe.log import RunLog
 from gdpo_nemo.observe.metric_registry import ALIASES, alias_values, find_metric
+from gdpo_nemo.observe.sample_values import SampleValues
 from gdpo_nemo.observe.trackers import MlflowLog, PrometheusLog, WandbLog
 
 ROWS = [{"step": step, "loss": step / 10, "reward/format/mean": 0.5 + step / 100} for step in (1, 2, 3)]
@@ -55,7 +56,7 @@ def write(config, run_dir, rows, start_step=0, validations=(), status="complete"
     """A run of ``rows``; a validation is recorded after the row that it is listed with, under a step of its own."""
     log = RunLog(config, run_dir, start_step)
     for row in rows:
-        log.step(row, demo_groups(row["step"]), np.arange(6.0) - 2.5)
+        log.step(row, demo_groups(row["step"]), SampleValues(np.arange(6.0) - 2.5))
         for after, step in validations:
             if after == row["step"]:
                 log.validation({"step": step, "validation/format": step / 100})
@@ -358,7 +359,7 @@ def test_prometheus_listens_on_loopback_by_default(config, tmp_path, host):
 @pytest.mark.parametrize("installed", [True, False])
 def test_the_dry_run_names_trackers_that_are_not_installed(installed, capsys, monkeypatch):
     if not installed:
-        monkeypatch.setattr(trackers, "version", lambda package: None)
+        monkeypatch.setattr(installation, "version", lambda package: None)
     chosen = ["logger.wandb.enabled=true", "logger.mlflow.enabled=true", "logger.prometheus.port=9100"]
     assert cli.main(["train", "--dry-run", "--config", "configs/gdpo_tiny_cpu.yaml", *chosen]) == 0
     notes = [line for line in capsys.readouterr().out.splitlines() if "not installed" in line]
@@ -369,7 +370,7 @@ def test_the_dry_run_names_trackers_that_are_not_installed(installed, capsys, mo
 
 
 def test_a_tracker_that_is_switched_off_need_not_be_installed(config, monkeypatch):
-    monkeypatch.setattr(trackers, "version", lambda package: None)
+    monkeypatch.setattr(installation, "version", lambda package: None)
     assert trackers.missing_trackers(config) == []
 
 

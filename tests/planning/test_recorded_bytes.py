@@ -8,6 +8,7 @@ import pytest
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.model_checks import resolve
 from gdpo_nemo.data.records import Group, Prompt, Trajectory
+from gdpo_nemo.observe.sample_values import SampleValues
 from gdpo_nemo.observe.samples import write_rollouts
 from gdpo_nemo.planning.report import dry_run_lines
 from gdpo_nemo.planning.shape import recorded_bytes
@@ -38,7 +39,7 @@ def test_a_steps_file_has_the_announced_bytes_within_a_third(tmp_path, tokens, e
     groups = batch(16, 8, tokens)
     scored = [t.logprobs * np.float32(1.001) for group in groups for t in group.trajectories] if entropies else None
     terms = {"a": np.linspace(-1, 1, 128)}
-    path = write_rollouts(tmp_path, 1, groups, terms["a"], scored, terms, entropies=scored)
+    path = write_rollouts(tmp_path, 1, groups, SampleValues(terms["a"], scored, terms, entropies=scored))
     config = load_config(None, [f"rollout.save_entropies={str(entropies).lower()}"])
     assert (config.gdpo.num_prompts_per_step, config.gdpo.num_generations_per_prompt) == (16, 8)
     assert recorded_bytes(resolve(config), tokens) == pytest.approx(path.stat().st_size, rel=0.33)

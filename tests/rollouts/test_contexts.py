@@ -25,6 +25,7 @@ from gdpo_nemo.data.shares import Share
 from gdpo_nemo.generation.requests import Completion
 from gdpo_nemo.megatron.micro_batch import make_micro_batch
 from gdpo_nemo.observe.journal import Journal, read_journal
+from gdpo_nemo.observe.sample_values import SampleValues
 from gdpo_nemo.observe.samples import read_rollouts, write_rollouts
 from gdpo_nemo.rollouts.agents import follow
 from gdpo_nemo.rollouts.batches import Rollout, recorded_groups
@@ -383,13 +384,13 @@ def test_algorithms_that_score_tokens_do_not_depend_on_where_the_history_was_cut
         extra = {"ppo": ["algorithm.type=ppo"], "distillation": [], "kl_in_reward": ["gdpo.kl_in_reward=0.1"]}[kind]
         chosen = config("rollout.save_trainer_logprobs=true", *extra)
         written = []
-        log = SimpleNamespace(step=lambda *given, **named: written.append(given), alert=print, note=print)  # noqa: B023
+        log = SimpleNamespace(step=lambda row, groups, values: written.append(values), alert=print, note=print)  # noqa: B023
         algorithm = {"ppo": PPO, "distillation": OnPolicyDistillation}.get(kind, GDPO)(chosen, Policy(), None, log)
         prepared = algorithm.prepare(Rollout([Group(trajectories[0].prompt, trajectories)], 1, version=3))
         (update,) = algorithm.updates(prepared)
         assert len(update) == (2 if move == "on" else 6)
         algorithm.record({"step": 1}, prepared)
-        ((_, _, means, trainer),) = (given[:4] for given in written)
+        (recorded,) = written
         tokens = {}
         for s in update:
             t = trajectories[s.trajectory]
@@ -397,8 +398,8 @@ def test_algorithms_that_score_tokens_do_not_depend_on_where_the_history_was_cut
             columns = [s.token_advantages(), *([s.old_values, s.returns] if kind == "ppo" else [])]
             for k in np.flatnonzero(s.loss_mask):
                 tokens[s.trajectory, number[k]] = [float(column[k]) for column in columns]
-        scores = [t.where_written(values).tolist() for t, values in zip(trajectories, trainer)]
-        made.append((tokens, means.tolist(), scores))
+        scores = [t.where_written(values).tolist() for t, values in zip(trajectories, recorded.trainer_logprobs)]
+        made.append((tokens, recorded.advantages.tolist(), scores))
     assert set(made[0][0]) == set(made[1][0])
     for key, values in made[0][0].items():
         assert made[1][0][key] == pytest.approx(values, rel=1e-5)
@@ -411,7 +412,7 @@ def test_recorded_contexts_are_read_back_for_replay_and_parity(tmp_path):
     other = replace(trajectories[1].prompt, token_ids=np.arange(4, dtype=np.int32))
     trajectories[1] = replace(trajectories[1], prompt=other, extra={}, routing=None)
     groups = [Group(trajectories[0].prompt, trajectories, position=0)]
-    path = write_rollouts(tmp_path, 1, groups, np.array([0.5, -0.5]))
+    path = write_rollouts(tmp_path, 1, groups, SampleValues(np.array([0.5, -0.5])))
     records = read_rollouts(path)
     assert records[0]["turn_parents"] == [-1, -1, 1, 0] and "turn_parents" not in records[1]
     journal = Journal(tmp_path)

@@ -24,6 +24,7 @@ from gdpo_nemo.environments.base import checked_verdicts
 from gdpo_nemo.generation.requests import Completion
 from gdpo_nemo.observe.journal import Journal, read_journal
 from gdpo_nemo.observe.metric_registry import unknown_metrics
+from gdpo_nemo.observe.sample_values import SampleValues
 from gdpo_nemo.observe.samples import read_columns, read_rollouts, write_rollouts
 from gdpo_nemo.rollouts.batches import Rollout, recorded_groups
 from gdpo_nemo.rollouts.context import Transcript
@@ -270,7 +271,7 @@ def test_rewards_of_turns_in_a_verdict_must_add_up_to_its_total():
 
 def test_a_step_trains_and_records_the_advantages_of_turns():
     written = []
-    log = SimpleNamespace(step=lambda *given, **named: written.append((given, named)), alert=print, note=print)
+    log = SimpleNamespace(step=lambda row, groups, values: written.append(values), alert=print, note=print)
     algorithm = GDPO(config(), None, None, log)
     rollout = Rollout(uneven(), 2, version=0)
     prepared = algorithm.prepare(rollout)
@@ -279,11 +280,11 @@ def test_a_step_trains_and_records_the_advantages_of_turns():
     for sequence, value in zip(update, expected.of_sequences(rollout.trajectories), strict=True):
         np.testing.assert_array_equal(sequence.advantage, value)
     algorithm.record({"step": 1}, prepared)
-    ((given, named),) = written
-    np.testing.assert_array_equal(given[2], expected.values)
-    for ours, theirs in zip(named["turn_advantages"], expected.by_turn, strict=True):
+    (values,) = written
+    np.testing.assert_array_equal(values.advantages, expected.values)
+    for ours, theirs in zip(values.turn_advantages, expected.by_turn, strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    assert set(named["terms"]) == {"a", "b"} and len(named["terms"]["a"]) == len(rollout.trajectories)
+    assert set(values.terms) == {"a", "b"} and len(values.terms["a"]) == len(rollout.trajectories)
     result = UpdateResult(0.1, 1.0, 1e-4, False, {"tokens": 9.0}, {})
     row = algorithm.metrics(prepared, [result], 0)
     assert row["reward/total/mean"] == pytest.approx(row["reward/a/mean"] + 2 * row["reward/b/mean"])
@@ -297,7 +298,7 @@ def written(folder: Path, groups: list[Group]) -> Path:
     settings = config()
     save_config(settings, folder / "config.yaml")
     found = advantages_of(groups, settings)
-    return write_rollouts(folder, 1, groups, found.values.numpy(), turn_advantages=found.by_turn)
+    return write_rollouts(folder, 1, groups, SampleValues(found.values.numpy(), turn_advantages=found.by_turn))
 
 
 def test_recorded_turns_give_the_same_advantages_in_a_replay_and_in_explain(tmp_path, capsys):

@@ -21,6 +21,7 @@ from gdpo_nemo.config.load import load_config, save_config
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.observe.log import RunLog
 from gdpo_nemo.observe.metrics import MetricsLog
+from gdpo_nemo.observe.sample_values import SampleValues
 from gdpo_nemo.observe.samples import (
     read_columns,
     read_rollouts,
@@ -51,7 +52,7 @@ def run(tmp_path: Path) -> Path:
         values = np.linspace(-1, 1, 6) / step
         terms = {"correctness": values / 3, "format": values * 2 / 3}
         entropies = [-t.logprobs for group in groups for t in group.trajectories] if step != 2 else None
-        write_rollouts(folder, step, groups, values, trainer, terms, entropies=entropies)
+        write_rollouts(folder, step, groups, SampleValues(values, trainer, terms, entropies=entropies))
     return folder
 
 
@@ -130,7 +131,7 @@ def test_environment_tokens_and_unknown_trainer_logprobs_are_distinguished(tmp_p
     samples[0].spans = ((2, 1), (3, 1))
     samples[1].loss_mask = None
     trainer = [np.array([-1.5, np.nan, -1.0], np.float32), np.full(2, np.nan, np.float32)]
-    write_rollouts(tmp_path / "run", 1, [Group(prompt, samples)], trainer_logprobs=trainer)
+    write_rollouts(tmp_path / "run", 1, [Group(prompt, samples)], SampleValues(trainer_logprobs=trainer))
     out = built(tmp_path / "run")
     assert tokens(out, "written", "uint8").tolist() == [1, 0, 1, 1, 1]
     assert texts(out, "spans") == [[2, 1, 3, 1], []]

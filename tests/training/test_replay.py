@@ -21,6 +21,7 @@ from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.models.hf_folder import differences, save_tensors
 from gdpo_nemo.observe.journal import Audit, Journal, read_journal
 from gdpo_nemo.observe.metrics import MetricsLog
+from gdpo_nemo.observe.sample_values import SampleValues
 from gdpo_nemo.observe.samples import rollout_path, write_rollouts
 from gdpo_nemo.rollouts.batches import RecordedStream
 from gdpo_nemo.training import replay
@@ -67,7 +68,7 @@ def run(tmp_path):
     for step in range(1, STEPS + 1):
         groups = [group(2 * step - 1, step - 1), group(2 * step - 2, step - 1)]
         journal.append(step, groups, [], position=2 * step, published=step - 1, total_updates=STEPS)
-        write_rollouts(folder, step, groups, np.zeros(4))
+        write_rollouts(folder, step, groups, SampleValues(np.zeros(4)))
         metrics.append({"step": step, "loss": step / 3, "grad_norm": 0.1, "lr": 1e-3})
     checkpoints = Checkpoints(folder / "checkpoints", 9, 0, None)
     fingerprint = model_fingerprint(tmp_path / "model")
@@ -118,7 +119,7 @@ def test_log_probs_and_rewards_keep_their_bits_on_the_way_through_the_record(tmp
 
 
 def test_samples_other_than_the_journals_are_refused(run):
-    write_rollouts(run, 3, [group(4, 2), group(5, 2)], np.zeros(4))
+    write_rollouts(run, 3, [group(4, 2), group(5, 2)], SampleValues(np.zeros(4)))
     with pytest.raises(RunError, match="does not contain the samples that journal.jsonl lists for step 3"):
         RecordedStream(run, read_journal(run)).get_batch(2)
 
@@ -314,7 +315,7 @@ def test_the_audit_of_a_run_goes_by_its_own_configs_and_checkpoint(run, tmp_path
 def _rewritten(run, step, change):
     """Write the sample file of a step again, with changed groups."""
     groups = RecordedStream(run, read_journal(run)).get_batch(step - 1).groups
-    write_rollouts(run, step, change(groups) or groups, None)
+    write_rollouts(run, step, change(groups) or groups)
 
 
 def _first(field, value):
@@ -376,7 +377,7 @@ def test_audit_accepts_unsaved_samples_only_where_the_run_may_lack_them(run, tmp
 
 def test_audit_compares_only_the_groups_that_the_config_saves(run, tmp_path):
     record_config(config(tmp_path, "rollout.save_groups=1"), run, 3)
-    write_rollouts(run, 4, [group(7, 3)], np.zeros(2))
+    write_rollouts(run, 4, [group(7, 3)], SampleValues(np.zeros(2)))
     assert replay.audit_run(run) == Audit([], ["2 of 16 samples: they were not saved"], 14)
 
 

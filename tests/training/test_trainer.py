@@ -139,11 +139,10 @@ class Recorder:
         self.calls.append("checkpoint is whole")
         self.checkpoints.pending = False
 
-    def row(self, row, groups, advantages, trainer_logprobs, terms, turn_advantages, entropies) -> None:
-        assert trainer_logprobs is None or len(trainer_logprobs) == len(advantages)
-        assert turn_advantages is None and entropies is None
-        assert {name: len(column) for name, column in terms.items()} == dict.fromkeys("ab", len(advantages))
-        self.rows.append((row, groups, advantages))
+    def row(self, row, groups, values) -> None:
+        values.check(sum(len(group.trajectories) for group in groups))
+        assert values.turn_advantages is None and values.entropies is None and values.terms.keys() == set("ab")
+        self.rows.append((row, groups, values.advantages))
 
 
 def of(recorder: Recorder, *words: str) -> list[str]:

@@ -7,9 +7,10 @@ completion is also verified. Token ids are the UTF-8 bytes of the text, unless t
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -46,9 +47,10 @@ class Check:
     @property
     def components(self) -> list[str]:
         """Names of the declared reward components, followed by undeclared components that ``verify`` returned."""
-        return list(
-            dict.fromkeys([*self.reward_names, *(name for verdict in self.verdicts for name in verdict.rewards)])
-        )
+        names = dict.fromkeys(self.reward_names)
+        for verdict in self.verdicts:
+            names.update(dict.fromkeys(verdict.rewards))
+        return list(names)
 
     @property
     def failed(self) -> int:
@@ -128,13 +130,12 @@ def check_environment(
         ConfigError: if a row has no prompt, a server rejects it, or the environment requires the model of a run.
     """
     refuse_agents(name, environment)
-    groups = [
-        [
-            as_sampled(sample_of(row, text, name, index, key), environment)
-            for index, text in enumerate(_completions(environment, row, completions))
-        ]
-        for row in rows
-    ]
+    groups = []
+    for row in rows:
+        group = []
+        for index, text in enumerate(_completions(environment, row, completions)):
+            group.append(as_sampled(sample_of(row, text, name, index, key), environment))
+        groups.append(group)
     if environment.has_preflight:
         try:
             environment.preflight([group[0].prompt for group in groups])
@@ -150,7 +151,7 @@ def check_environment(
             check.verdicts += verify(group)
             check.samples += group
             check.latencies_s += [time.perf_counter() - begin] * len(group)
-    check.repeated = [_trained(v) for v in first] == [_trained(v) for v in check.verdicts[: len(first)]]
+    check.repeated = list(map(_trained, first)) == list(map(_trained, check.verdicts[: len(first)]))
     return check
 
 
@@ -196,10 +197,9 @@ def _episodes(pool: EnvironmentPools, verifies: bool, samples: Sequence[Trajecto
             for component, value in reply.rewards.items():
                 before = rewards[i].get(component)
                 rewards[i][component] = before if value is None else value + (before or 0.0)
-    verdicts = [
-        Verdict(total_rewards if reply.outcome is Outcome.OK else {}, reply.outcome, reply.detail)
-        for total_rewards, reply in zip(rewards, replies)
-    ]
+    verdicts = []
+    for earned, reply in zip(rewards, replies):
+        verdicts.append(Verdict(earned if reply.outcome is Outcome.OK else {}, reply.outcome, reply.detail))
     if not verifies:
         return verdicts
     unscored = [i for i, verdict in enumerate(verdicts) if verdict.outcome is Outcome.OK and not verdict.rewards]
@@ -237,7 +237,7 @@ def candidates(environment: Environment, row: Mapping[str, Any]) -> list[str]:
         RunError: if ``examples`` fails.
     """
     try:
-        examples = [str(text) for text in environment.examples(row)]
+        examples = list(map(str, environment.examples(row)))
     except Exception as error:  # user-defined method
         raise RunError(f"{environment.__class__.__name__}.examples raised {first_line(error)}") from error
     answer = row.get("answer")

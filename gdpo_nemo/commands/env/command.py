@@ -6,10 +6,11 @@ import argparse
 import inspect
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Mapping
+from typing import TYPE_CHECKING, Any
 
 from gdpo_nemo.commands.arguments import Commands, Parser, add_overrides, say
 from gdpo_nemo.environments.base import declared
@@ -252,8 +253,10 @@ def _table(name: str, found: Check) -> Any:
     table.add_column("seconds", justify="right")
     table.add_column("outcome", overflow="fold")
     for sample, verdict, latency in zip(found.samples, found.verdicts, found.latencies_s):
-        values = (verdict.rewards.get(component) for component in found.components)
-        rewards = ["-" if value is None else f"{value:g}" for value in values]
+        rewards = []
+        for component in found.components:
+            value = verdict.rewards.get(component)
+            rewards.append("-" if value is None else f"{value:g}")
         outcome = f"{verdict.outcome}: {verdict.detail}" if verdict.detail else str(verdict.outcome)
         table.add_row(Text(sample.prompt.id), _short(sample.text), *rewards, f"{latency:.3f}", Text(outcome))
     return table

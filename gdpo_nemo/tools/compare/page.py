@@ -24,7 +24,7 @@ from gdpo_nemo.tools.compare.comparison import (
     steps_to,
     values_at,
 )
-from gdpo_nemo.utils.errors import RunError
+from gdpo_nemo.utils.errors import RunError, printable
 from gdpo_nemo.utils.files import write_whole
 
 PNG = "compare.png"
@@ -152,7 +152,8 @@ def curves_png(variants: Sequence[Variant], metrics: Sequence[str], axis: str) -
             colour = COLOURS[index % len(COLOURS)]
             style = ("-", "--", ":")[index // len(COLOURS) % 3]
             effort, mean, error = band(variant, metric, axis)
-            axes.plot(effort, mean, color=colour, linestyle=style, linewidth=1.8, label=variant.label)
+            label = printable(variant.label)
+            axes.plot(effort, mean, color=colour, linestyle=style, linewidth=1.8, label=label)
             axes.fill_between(effort, mean - error, mean + error, color=colour, alpha=0.18, linewidth=0)
     handles, labels = axes_list[0].get_legend_handles_labels()
     figure.legend(

@@ -98,15 +98,19 @@ class Result:
 
 def results_of(task: str, arms: Arms) -> list[Result]:
     """Return the first and last validation of all runs. Raises RunError if a run has no validation."""
-    records = {arm: [RunRecord.read(folder) for folder in folders] for arm, folders in arms.items()}
+    grpo, gdpo = (list(map(RunRecord.read, arms[arm])) for arm in ("grpo", "gdpo"))
     found = []
     for published in PUBLISHED[task]:
-        ends = {
-            arm: np.array([_first_and_last(run, published.metric) for run in runs]) * published.scale
-            for arm, runs in records.items()
-        }
-        found.append(Result(published, ends["gdpo"][:, 0], ends["grpo"][:, 1], ends["gdpo"][:, 1]))
+        _, after_grpo = _ends(grpo, published)
+        before, after_gdpo = _ends(gdpo, published)
+        found.append(Result(published, before, after_grpo, after_gdpo))
     return found
+
+
+def _ends(runs: Sequence[RunRecord], published: Published) -> np.ndarray:
+    """Return first and last validation in the published unit: float64 [2, seeds]."""
+    ends = [_first_and_last(run, published.metric) for run in runs]
+    return np.array(ends).T * published.scale
 
 
 def _first_and_last(run: RunRecord, metric: str) -> tuple[float, float]:
