@@ -15,7 +15,8 @@ from __future__ import annotations
 import random
 import re
 import string
-from typing import Any, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from gdpo_nemo import Environment, Trajectory, Verdict, read_options
 from gdpo_nemo.environments.tasks.digit_sort import DIGITS, digit_rows

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import random
 import re
-from typing import Any, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 from gdpo_nemo import Environment, read_options
 from gdpo_nemo.environments.tasks.digit_sort import DIGITS, digit_rows

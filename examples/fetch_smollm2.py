@@ -25,8 +25,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator
 
 from gdpo_nemo import ConfigError, GdpoError, RunError
 from gdpo_nemo.models.hf_folder import whole_or_nothing

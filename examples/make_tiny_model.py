@@ -25,10 +25,11 @@ import string
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Iterator, NamedTuple
+from typing import NamedTuple
 
 # On a few cores, threads that spin while waiting slow the training down. torch reads this variable during import.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -11,7 +11,7 @@ script prints the probability of each feature under the trained policy, as mean 
 from __future__ import annotations
 
 import argparse
-from typing import Callable
+from collections.abc import Callable
 
 import numpy as np
 

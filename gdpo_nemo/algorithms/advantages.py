@@ -152,8 +152,7 @@ def compute_advantages(
             whose rewards all have weight 0 is treated as a row without a reward.
         valid: bool [sequences]; False for failed rows, which are excluded from all statistics and get advantage 0.
         lengths: tokens per sequence [sequences]. Only needed by variants that weight by tokens.
-        trajectory_ids: integers [sequences], if the rows are turns: equal for the turns of one trajectory. The rows of
-            a trajectory are then compared with those of the group's other trajectories. None: with the whole group.
+        trajectory_ids: integers [sequences]; if the rows are turns, they are compared with the other trajectories only.
         kl: log-ratio of policy to reference, summed over each sequence [sequences]. NaN or None excludes a row.
         kl_coefficient: positive coefficient beta; required with `kl`.
         estimator: a name in `ESTIMATORS`, or a custom function (table, settings, **options) -> `Terms`.

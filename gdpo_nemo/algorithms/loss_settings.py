@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Dict, Optional
+from typing import Annotated, Any
 
 from gdpo_nemo.algorithms.ranges import Range
 
@@ -22,7 +22,7 @@ OLD_LOGPROBS = ("trainer", "sampler")
 class OffPolicySettings:
     """Importance-sampling correction for the gap between the sampler's and the trainer's log-probs."""
 
-    mode: Optional[str] = None
+    mode: str | None = None
     """none: no correction. truncate (TIS): weight tokens by the importance ratio of `level`, clipped at ratio_max. mask
     (MIS): weight tokens by the ratio of `level` if it is between ratio_min and ratio_max, otherwise by 0. icepop:
     weight tokens by their own token-level ratio; the ratio of `level` only decides which tokens are masked. A custom
@@ -39,10 +39,10 @@ class OffPolicySettings:
     ratio_min: Annotated[float, Range(0)] = 0.0
     """Lower bound of the importance ratio. mask and icepop mask tokens with a smaller ratio, while truncate ignores
     this bound."""
-    sequence_mask_threshold: Annotated[Optional[float], Range()] = None
+    sequence_mask_threshold: Annotated[float | None, Range()] = None
     """Mask a sequence with a negative advantage if its mean log-prob gap, sampler minus trainer, exceeds this value
     (DeepSeek-V3.2). Null: off."""
-    options: Dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     """Options of a custom function, that is, its parameters after (log_gap, fields, settings)."""
 
     @property
@@ -67,17 +67,17 @@ class LossSettings:
     """Lower clip range: the importance ratio is clipped at 1 - ratio_clip_min."""
     ratio_clip_max: Annotated[float, Range(0)] = 0.28
     """Upper clip range: the importance ratio is clipped at 1 + ratio_clip_max."""
-    ratio_clip_c: Annotated[Optional[float], Range(above=1)] = None
+    ratio_clip_c: Annotated[float | None, Range(above=1)] = None
     """Dual-clip bound for negative advantages, above 1; null: off."""
     aggregation: str = "token_mean"
     """Reduction of token losses to one loss. token_mean: mean over all tokens. sequence_mean: mean over the sequences
     of each sequence's token mean. sequence_sum: mean over the sequences of each sequence's token sum (with type gspo:
     LUSPO). constant: token sum divided by the number of sequences and constant_length, as in dr_grpo."""
-    constant_length: Annotated[Optional[int], Range(1)] = None
+    constant_length: Annotated[int | None, Range(1)] = None
     """Divisor for `aggregation: constant`, in tokens. Null: the maximum number of tokens that the policy may generate
     in a trajectory. This number is rollout.turns.max_tokens, or if that key is null, policy.generation.max_new_tokens
     times rollout.turns.max_turns."""
-    old_logprobs: Optional[str] = None
+    old_logprobs: str | None = None
     """Source of the old log-probs in the importance ratio: trainer or sampler. Null: trainer if rollout.max_staleness
     is 0 or with type reinforce, which has no ratio; otherwise sampler."""
     reference_policy_kl_penalty: Annotated[float, Range(0)] = 0.0
@@ -89,10 +89,10 @@ class LossSettings:
     sampling probability, through a weight of pi over its detached value. With k1 or k3, this is the gradient of the
     reverse KL, as in NeMo-RL. importance: like score, but the weight is pi over the sampler's probability (NeMo-RL's
     use_on_policy_kl_approximation)."""
-    kl_input_clamp_value: Annotated[Optional[float], Range(above=0)] = 20.0
+    kl_input_clamp_value: Annotated[float | None, Range(above=0)] = 20.0
     """Clamp the log-ratio to the initial model to plus or minus this value before the KL estimator; null: no clamping.
     """
-    kl_output_clamp_value: Annotated[Optional[float], Range(above=0)] = None
+    kl_output_clamp_value: Annotated[float | None, Range(above=0)] = None
     """Clamp the KL estimate of each token to plus or minus this value, with no gradient outside this range; null: no
     clamping."""
     entropy_bonus: Annotated[float, Range()] = 0.0
@@ -128,7 +128,7 @@ class LossSettings:
     selects the tokens with the largest covariance. The paper uses 2e-3 for 7B and 2e-4 for 32B models."""
     kl_cov_coef: Annotated[float, Range(0)] = 1.0
     """Coefficient of kl_cov's penalty, which is the absolute log-ratio to the old policy."""
-    options: Dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     """Options of a custom loss function, that is, its parameters after (logprobs, fields, settings)."""
     off_policy: OffPolicySettings = field(default_factory=OffPolicySettings)
 

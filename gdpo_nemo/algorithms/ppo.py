@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -27,7 +27,7 @@ class PPOSettings:
     head_lr_mult: Annotated[float, Range(above=0)] = 10.0
     """Learning-rate multiplier of the value head, relative to the policy's learning rate (Megatron's name). The head is
     initialized to 0. verl's recipes use 10."""
-    cliprange_value: Annotated[Optional[float], Range(above=0)] = 0.2
+    cliprange_value: Annotated[float | None, Range(above=0)] = 0.2
     """Clip range of the value loss: an update does not move the value of a token by more than this from the value
     before the step. Null: no clipping."""
     whiten_advantages: bool = True
@@ -48,7 +48,7 @@ class ActorCriticSettings(LossSettings):
 
     vf_coef: float = PPOSettings.vf_coef
     """See ``PPOSettings``."""
-    cliprange_value: Optional[float] = PPOSettings.cliprange_value
+    cliprange_value: float | None = PPOSettings.cliprange_value
     """See ``PPOSettings``."""
 
     @classmethod

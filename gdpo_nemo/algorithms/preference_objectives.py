@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated
 
 from gdpo_nemo.algorithms.ranges import Range, check_numbers
 
@@ -191,7 +191,7 @@ class PreferenceSettings:
     loss_type: str = "sigmoid"
     """Loss function. dpo supports sigmoid, hinge, ipo and robust; cpo supports sigmoid, hinge and ipo. The other
     objectives support only sigmoid."""
-    beta: Annotated[Optional[float], Range(above=0)] = None
+    beta: Annotated[float | None, Range(above=0)] = None
     """Strength of the preference: the factor of the log-probs, or with dpo and kto of the log-ratios to the initial
     model. With loss_type ipo, this is tau. With orpo, it is the weight of the odds ratio. Null: 2.0 for simpo, 0.1 for
     the other algorithms."""
@@ -200,10 +200,10 @@ class PreferenceSettings:
     robust is robust DPO. Label smoothing is also supported by cpo and simpo."""
     reference_free: bool = False
     """Use no reference model, and assume that it would give all answers the same log-prob. Supported by dpo only."""
-    length_normalize: Optional[bool] = None
+    length_normalize: bool | None = None
     """Use the mean instead of the sum of an answer's token log-probs. Null: as published and as in TRL, which is the
     mean for simpo, orpo and loss_type ipo, and the sum otherwise."""
-    rpo_alpha: Annotated[Optional[float], Range(0)] = None
+    rpo_alpha: Annotated[float | None, Range(0)] = None
     """Weight of an additional cross-entropy loss on the chosen answers, averaged over their tokens (RPO, or cpo_alpha
     in TRL). Null: 1 for cpo and orpo, which are published with this loss, and 0 for the other algorithms."""
     simpo_gamma: Annotated[float, Range(0)] = 0.5
@@ -212,7 +212,7 @@ class PreferenceSettings:
     """Weight of desirable answers in the kto loss."""
     undesirable_weight: Annotated[float, Range(0)] = 1.0
     """Weight of undesirable answers in the kto loss."""
-    center_rewards_coefficient: Annotated[Optional[float], Range(0)] = None
+    center_rewards_coefficient: Annotated[float | None, Range(0)] = None
     """Coefficient of a term that keeps the mean reward of reward_model near 0: the squared sum of both rewards of a
     pair (arXiv 2312.09244). TRL suggests 0.01. Null: the loss has no such term."""
 

@@ -6,7 +6,8 @@ the ``trainer`` argument are those of ``rollouts/trl_functions.py``.
 
 from __future__ import annotations
 
-from typing import Any, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 def generate_rollout_completions(

@@ -7,6 +7,7 @@ compiles them.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 import subprocess
@@ -101,10 +102,8 @@ class _GeneratedError(Exception):
 
 
 def _generate(call: Any) -> None:
-    try:
+    with contextlib.suppress(_GeneratedError):
         call()
-    except _GeneratedError:
-        pass
 
 
 def _pretend_h100(sources: list[str]) -> Any:

@@ -43,7 +43,7 @@ HALF_PAIRS = [
     ),
     (DRY, text("rows.jsonl", ROW + ROW.replace('"a"', r'"a", "\udc00": 1')), "rows.jsonl:2: it contains half"),
     (DRY, text("rows.jsonl", ROW + ROW.replace('"a"', '"a", "x": 1, "x": 2')), "it contains the key 'x' twice"),
-    (DRY + " data.train.path={d}/x.json", text("x.json", '["%s"]' % r"\udc00"), "x.json: it contains half"),
+    (DRY + " data.train.path={d}/x.json", text("x.json", '["{}"]'.format(r"\udc00")), "x.json: it contains half"),
     (
         DRY + " data.train.path={d}/mine.py:rows",
         text("mine.py", "def rows():\n    return [{'question': None, 'answer': 1}]"),
@@ -128,7 +128,7 @@ BOMBS = [
       for made in ("{{ 'x' * 10**10 }}", "{{ '%1000000000d' % 1 }}", "{{ '{:>9999999999}'.format(1) }}")),
     *((DRY + f" policy.model_name={name}", None, "is neither a folder nor a hub name") for name in NO_HUB_NAMES),
     *((DRY, tokenizer(model_max_length=value), "tokenizer") for value in ("x", [1], {"a": 1}, True)),
-    *((DRY, replaced("model/config.json", "{", '{"layer_types": %s, ' % value), "layer_types must be a list")
+    *((DRY, replaced("model/config.json", "{", f'{{"layer_types": {value}, '), "layer_types must be a list")
       for value in ("5", '"x"', "true")),
 ]  # fmt: skip
 DOCTOR = "doctor {d}/run"
@@ -191,7 +191,7 @@ def journal(**fields: object) -> Damage:
 def ledger(content: object) -> Damage:
     def write_both(d: Path) -> None:
         journal()(d)
-        replaced("run/checkpoints/step_1/state.json", "{", '{"ledger": %s, ' % json.dumps(content))(d)
+        replaced("run/checkpoints/step_1/state.json", "{", f'{{"ledger": {json.dumps(content)}, ')(d)
 
     return write_both
 

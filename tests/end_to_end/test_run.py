@@ -194,7 +194,7 @@ def _kill_raylet_beside_a_stopped_engine(target: Target) -> str:
     return f"{_when_there(target, lambda: FAULTS['engine-stop'].act(target))}, {FAULTS['raylet-kill'].act(target)}"
 
 
-def _when_there(target: Target, look: Callable[[], T], pause_s: float = 0.1) -> T:
+def _when_there[T](target: Target, look: Callable[[], T], pause_s: float = 0.1) -> T:
     """Call ``look`` every ``pause_s`` seconds until it finds something, and return that."""
     while not (found := look()):
         assert target.processes.of(SUPERVISOR), "the run has ended"

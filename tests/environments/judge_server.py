@@ -25,6 +25,7 @@ class _Handler(JsonHandler):
         times = self.server.seen[answer] = self.server.seen.get(answer, 0) + 1
         kind, _, rest = answer.partition(" ")
         getattr(self, f"_{kind}", self._say)(rest, times)
+        return None
 
     def _say(self, text, times):
         message = {"choices": [{"message": {"role": "assistant", "content": text}}], "usage": {"total_tokens": 50}}

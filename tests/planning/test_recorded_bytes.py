@@ -13,7 +13,28 @@ from gdpo_nemo.observe.samples import write_rollouts
 from gdpo_nemo.planning.report import dry_run_lines
 from gdpo_nemo.planning.shape import recorded_bytes
 
-WORDS = "the of and to sum is four then add each number we get that so answer equals because first second".split()
+WORDS = [
+    "the",
+    "of",
+    "and",
+    "to",
+    "sum",
+    "is",
+    "four",
+    "then",
+    "add",
+    "each",
+    "number",
+    "we",
+    "get",
+    "that",
+    "so",
+    "answer",
+    "equals",
+    "because",
+    "first",
+    "second",
+]
 
 
 def batch(prompts: int, samples: int, tokens: int) -> list[Group]:

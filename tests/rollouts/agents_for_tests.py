@@ -44,6 +44,7 @@ class _Run(JsonHandler):
             turns = [{"output": [item]} for item in episode.response["output"] if "generation_token_ids" in item]
             reply |= {"response": turns[-1], "all_attempts": [{"response": turn} for turn in turns]}
         self._send(200, json.dumps(reply).encode())
+        return None
 
 
 class Talkers(Environment):
