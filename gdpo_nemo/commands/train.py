@@ -174,13 +174,9 @@ def _check_local(
 def _limit(data: DatasetConfig) -> int | None:
     """Return the number of rows to read, or None to read all rows."""
     paths = [Path(os.path.expanduser(location)) for location in data_paths("data", data)]
-    if all(path.is_file() for path in paths) and _size(paths) <= SMALL_FILE:
+    if all(path.is_file() for path in paths) and sum(path.stat().st_size for path in paths) <= SMALL_FILE:
         return None
     return SAMPLE
-
-
-def _size(paths: Sequence[Path]) -> int:
-    return sum(path.stat().st_size for path in paths)
 
 
 def _row_count(rows: list[Row], data: DatasetConfig) -> str:
