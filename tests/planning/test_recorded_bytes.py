@@ -13,28 +13,7 @@ from gdpo_nemo.observe.samples import write_rollouts
 from gdpo_nemo.planning.report import dry_run_lines
 from gdpo_nemo.planning.shape import recorded_bytes
 
-WORDS = [
-    "the",
-    "of",
-    "and",
-    "to",
-    "sum",
-    "is",
-    "four",
-    "then",
-    "add",
-    "each",
-    "number",
-    "we",
-    "get",
-    "that",
-    "so",
-    "answer",
-    "equals",
-    "because",
-    "first",
-    "second",
-]
+WORDS = "the of and to sum is four then add each number we get that so answer equals because first second".split()
 
 
 def batch(prompts: int, samples: int, tokens: int) -> list[Group]:
