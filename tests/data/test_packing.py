@@ -80,7 +80,7 @@ def test_long_sequences_are_balanced_by_the_cost_of_attention():
     assert sum(len(members) for members in with_long) == 1
 
 
-def test_padding_share_counts_what_the_layout_adds():
+def test_padding_share_counts_the_padding_of_the_layout():
     shares = assign([5, 3], Budget(1, 100))
     assert measure(shares, [5, 3], 1, 1, 0.0) == {
         "padding_share": 0.0,

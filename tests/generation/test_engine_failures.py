@@ -257,7 +257,7 @@ def engine(started):
 
 
 @pytest.mark.slow
-def test_whoever_waits_for_a_process_that_was_killed_is_told(engine):
+def test_waiter_for_a_killed_process_gets_an_error(engine):
     threading.Timer(0.5, engine._core.processes[0].kill).start()
     with pytest.raises(EngineFailed, match="was killed by SIGKILL"):
         engine.wake("hangs")
@@ -294,7 +294,7 @@ def beside(call):
 
 
 @pytest.mark.slow
-def test_whoever_waits_for_a_process_that_stands_still_is_told(engine, impatient):
+def test_waiter_for_a_stuck_process_gets_an_error(engine, impatient):
     engine._core.processes[0].send(signal.SIGSTOP)
     with pytest.raises(
         EngineFailed, match="used no CPU time or I/O for 3 s while the engine waited for them: the processes are"

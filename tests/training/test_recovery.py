@@ -65,7 +65,7 @@ def kept(ready=True, shared=(), lost_nodes=(), attempt=SECOND_RESTART):
     return found
 
 
-def test_a_run_that_lost_ranks_and_nothing_else_goes_on_with_its_engines():
+def test_run_that_lost_only_ranks_continues_with_its_engines():
     parts, stays = run(), kept()
     error = InfrastructureFailed(str(LOST))
     stays.decide(parts, error)

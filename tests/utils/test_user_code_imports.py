@@ -30,7 +30,7 @@ def test_valid_code_is_imported_once_in_this_process(mine, tmp_path):
     assert (tmp_path / "imports").read_text() == "xx"  # once on trial, once here
 
 
-def test_nothing_is_tried_where_nobody_asked_for_it(mine, tmp_path):
+def test_no_import_is_tried_without_a_request(mine, tmp_path):
     ImportPath(mine(f"open({str(tmp_path / 'imports')!r}, 'a').write('x')")).load()
     assert (tmp_path / "imports").read_text() == "x"
 
@@ -42,7 +42,7 @@ def test_code_that_computes_for_longer_than_a_hang_is_waited_for(mine, monkeypat
         assert ImportPath(mine("import time\nwhile time.process_time() < 2.5: pass")).load()() == 3
 
 
-def test_code_that_never_comes_to_an_end_is_given_up(mine, monkeypatch):
+def test_endless_import_is_given_up(mine, monkeypatch):
     monkeypatch.setattr(import_trial, "LONGEST_S", 1.0)
     with imports_tried(), pytest.raises(ConfigError, match="mine.py: its import has not finished after 1 s"):
         ImportPath(mine("while True: pass")).load()
