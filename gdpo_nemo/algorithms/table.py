@@ -324,7 +324,7 @@ class Groups:
     def _own(self, values: np.ndarray) -> np.ndarray:
         """Return the sum of the values of each row's trajectory: float64 [sequences]."""
         assert self.trajectories is not None
-        return np.bincount(self.trajectories, values)[self.trajectories]
+        return np.asarray(np.bincount(self.trajectories, values)[self.trajectories])
 
 
 @dataclass(frozen=True)
