@@ -156,4 +156,4 @@ def test_exported_model_of_ppo_contains_only_the_policy(folder):
     _, found = AutoModelForCausalLM.from_pretrained(model, output_loading_info=True)
     assert not found["missing_keys"] and not found["unexpected_keys"]
     with safe_open(model / "model.safetensors", "np") as file:
-        assert not [name for name in file if "value" in name or "score" in name]
+        assert not [name for name in file.keys() if "value" in name or "score" in name]
