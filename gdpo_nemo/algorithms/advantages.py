@@ -152,7 +152,8 @@ def compute_advantages(
             whose rewards all have weight 0 is treated as a row without a reward.
         valid: bool [sequences]; False for failed rows, which are excluded from all statistics and get advantage 0.
         lengths: tokens per sequence [sequences]. Only needed by variants that weight by tokens.
-        trajectory_ids: integers [sequences]; if the rows are turns, they are compared with the other trajectories only.
+        trajectory_ids: integers [sequences], for rows that are turns: the trajectory of each turn. A turn is then only
+            compared with turns of the group's other trajectories. None: each row is a trajectory.
         kl: log-ratio of policy to reference, summed over each sequence [sequences]. NaN or None excludes a row.
         kl_coefficient: positive coefficient beta; required with `kl`.
         estimator: a name in `ESTIMATORS`, or a custom function (table, settings, **options) -> `Terms`.

@@ -185,7 +185,7 @@ def dr_grpo(table: RewardTable, settings: Settings) -> Terms:
 
 def rloo(table: RewardTable, settings: Settings) -> Terms:
     """A = r - mean of the other samples' weighted reward sums = n / (n - 1) (r - mean) (RLOO, arXiv 2402.14740)."""
-    if table.groups.trajectories is not None:  # the baseline excludes the own trajectory
+    if table.groups.trajectories is not None:  # the baseline excludes the row's trajectory
         return dr_grpo(table, settings)
     return _summed(table, settings, lambda stats, s: stats.count / np.maximum(stats.count - 1, 1))
 

@@ -151,7 +151,7 @@ def fused(group, case: Case, temperature=1.0, entropy="gradient", precision="flo
 
 
 def reference_token_logprobs(hidden, weight, targets, *, temperature=1.0, vocab_size=None):
-    """What ``fused_token_logprobs`` computes, with torch's operators, for a whole weight and in its precision."""
+    """Compute ``fused_token_logprobs`` with torch's operators, for a whole weight and in its precision."""
     log_p = (hidden @ weight[:vocab_size].t() / temperature).log_softmax(-1)
     return log_p.gather(-1, targets[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
 

@@ -1,4 +1,4 @@
-"""The one line that is left of somebody else's exception."""
+"""Messages of exceptions in one line, and the parts of config errors."""
 
 from __future__ import annotations
 
