@@ -13,6 +13,7 @@ import re
 from datetime import datetime
 
 from gdpo_nemo.algorithms.ranges import check_numbers
+from gdpo_nemo.algorithms.rubrics import ALL
 from gdpo_nemo.config.algorithm_choice import AlgorithmSpec, spec_of
 from gdpo_nemo.config.allowed_values import ALIASED, LORA_TARGETS, RECOMPUTED_MODULES
 from gdpo_nemo.config.effects import SWITCHED_OFF, keys_without_effect, value_of
@@ -102,11 +103,14 @@ def _check_names(config: Config) -> None:
     _check_run_dir(config.run.dir)
     _check_date(config.run.date)
     for name in config.gdpo.rewards:
-        if not name or "/" in name or name == "total":
+        stem = name.removesuffix(ALL)
+        if not stem or "/" in stem or stem == "total":
             raise ConfigError(
                 f"gdpo.rewards: {name!r} is not a valid component name, because metrics are named reward/NAME/mean "
-                "and reward/total/mean"
+                "and reward/total/mean; only the name of a family, such as rubric/*, contains a slash"
             )
+        if name != stem and stem in config.gdpo.rewards:
+            raise ConfigError(f"gdpo.rewards: {name!r} conflicts with {stem!r}; rename one")
 
 
 _SYSTEM = ("/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/proc", "/run/systemd", "/sbin", "/sys", "/usr/bin",

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from gdpo_nemo.algorithms.rubrics import Criterion
 from gdpo_nemo.data.replies import Reply
 
 
@@ -108,6 +109,8 @@ class Trajectory:
     """For each turn, the index of the turn that it continues, or -1. The first turn has -1 and continues the prompt.
     A later turn with -1 begins a new context, which consists of the environment's tokens before it. If the tuple is
     empty, every turn continues the previous one. See ``data.contexts``."""
+    criteria: dict[str, Criterion] = field(default_factory=dict)
+    """Criteria of the row's rubrics by component, such as ``rubric/polite`` (``algorithms.rubrics``)."""
     reward_tokens: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     """Completion tokens that a component is about, as ranges [start, end). A component without an entry is about the
     whole completion."""
@@ -232,6 +235,9 @@ class Verdict:
     reward_spans: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
     """Characters of ``Trajectory.text`` that a component is about, as ranges [start, end), for ``gdpo.credit: span``. A
     component without an entry is about the whole text."""
+    criteria: Mapping[str, Criterion] = field(default_factory=dict)
+    """All criteria of the row's rubrics by component, if the row's column with the family's name does not contain them
+    (``algorithms.rubrics``)."""
 
 
 @dataclass

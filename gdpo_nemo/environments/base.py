@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gdpo_nemo.algorithms.rubrics import criteria_of, is_known
 from gdpo_nemo.data.records import Prompt, Trajectory, Verdict
 from gdpo_nemo.utils.errors import ConfigError, RunError, nearest
 
@@ -271,7 +272,11 @@ def _checked(reward_names: Sequence[str], trajectory: Trajectory, verdict: Verdi
                 f"verify returned reward_spans of {component!r} for {sample}, but no reward of this component"
             )
         spans[component] = character_spans(ranges, len(trajectory.text), f"reward_spans of {component!r} for {sample}")
-    return replace(verdict, rewards=rewards, turn_rewards=tuple(turn_rewards), reward_spans=spans)
+    try:
+        criteria = criteria_of(trajectory.prompt.fields, rewards, verdict.criteria)
+    except ConfigError as error:
+        raise RunError(f"verify: {sample}: {error}") from error
+    return replace(verdict, rewards=rewards, turn_rewards=tuple(turn_rewards), reward_spans=spans, criteria=criteria)
 
 
 def character_spans(value: Any, characters: int, subject: str) -> tuple[tuple[int, int], ...]:
@@ -299,7 +304,7 @@ def _checked_rewards(
     reward_names: Sequence[str], rewards: Mapping[str, float | None], sample: str
 ) -> dict[str, float | None]:
     for component in rewards:
-        if component not in reward_names:
+        if not is_known(component, reward_names):
             raise RunError(f"verify returned the reward {component!r}, which is not in reward_names")
     return {name: reward_value(value, f"reward {name!r} of {sample}") for name, value in rewards.items()}
 

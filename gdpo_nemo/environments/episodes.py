@@ -25,9 +25,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from gdpo_nemo.algorithms.rubrics import criteria_of, is_known
 from gdpo_nemo.data.records import Outcome, Prompt
 from gdpo_nemo.environments.base import Environment, reward_value
-from gdpo_nemo.utils.errors import RunError
+from gdpo_nemo.utils.errors import ConfigError, RunError
 
 MAX_STATE_BYTES = 16 * 2**20
 """Maximum size of a pickled episode in bytes."""
@@ -167,8 +168,12 @@ def _checked_rewards(environment: Environment, step: EpisodeStep, rewards: Any) 
         return {}
     if not isinstance(rewards, Mapping):
         raise RunError(f"rewards must be a mapping or None, not {type(rewards).__name__}")
-    unknown = [name for name in rewards if name not in environment.reward_names]
+    unknown = [name for name in rewards if not is_known(name, environment.reward_names)]
     if unknown:
         raise RunError(f"a step returned the reward {unknown[0]!r}, which is not in reward_names")
     location = f"sample {step.sample_index} of prompt {step.prompt.id}, turn {step.turn}"
+    try:
+        criteria_of(step.prompt.fields, rewards)
+    except ConfigError as error:
+        raise RunError(f"{location}: {error}") from error
     return {name: reward_value(value, f"reward {name!r} of {location}") for name, value in rewards.items()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -42,6 +43,7 @@ SCHEMA = pa.schema(
         "turn_rewards": pa.string(),
         "turn_advantages": pa.list_(pa.float64()),
         "turn_parents": pa.list_(pa.int32()),
+        "criteria": pa.string(),
         "reward_tokens": pa.string(),
         "thinking_tokens": pa.int32(),
         "position": pa.int64(),
@@ -66,6 +68,7 @@ SCHEMA = pa.schema(
   the turns' advantages over the tokens.
 * ``turn_parents`` is set only if a turn does not continue the previous one. It lists the index of the turn that each
   turn continues, or -1 for the first turn of a context.
+* ``criteria`` (JSON, one criterion by component) is set only for rows with a rubric (``algorithms.rubrics``).
 * ``reward_tokens`` (JSON, a list of [start, end) by component) lists the tokens that a component is about. It is set
   only if the verifier returned spans.
 * ``thinking_tokens`` is set only if a rule of ``gdpo.shaping`` has ``thinking: false``.
@@ -85,6 +88,7 @@ LATER = (
     "turn_rewards",
     "turn_advantages",
     "turn_parents",
+    "criteria",
     "reward_tokens",
     "thinking_tokens",
     "entropies",
@@ -140,6 +144,7 @@ def _fields(group: Group, trajectory: Trajectory) -> dict[str, Any]:
         "turn_tokens": t.turn_tokens if t.turns > 1 else None,
         "turn_rewards": t.turn_rewards if t.turns > 1 else None,
         "turn_parents": t.turn_parents or None,
+        "criteria": dict(zip(t.criteria, map(asdict, t.criteria.values()))),
         "reward_tokens": t.reward_tokens,
         "thinking_tokens": t.thinking_tokens or None,
         "position": group.position,
@@ -328,7 +333,7 @@ _BUILDERS: dict[str, Callable[[Sequence[Any]], pa.Array]] = {
     **dict.fromkeys(("prompt_ids", "completion_ids", "turn_tokens", "turn_parents"), partial(_lists, kind=np.int32)),
     **dict.fromkeys(TOKEN_FLOATS, _float_lists),
     **dict.fromkeys(("rewards", "terms"), _maps),
-    **dict.fromkeys(("turn_rewards", "reward_tokens", "extra"), _json),
+    **dict.fromkeys(("turn_rewards", "criteria", "reward_tokens", "extra"), _json),
     "loss_mask": partial(_lists, kind=np.bool_),
     "spans": _span_lists,
     "turn_advantages": partial(_lists, kind=np.float64),
@@ -348,7 +353,7 @@ def _plain(record: dict[str, Any]) -> dict[str, Any]:
     mask = record["loss_mask"]
     record["loss_mask"] = None if mask is None else mask.astype(int).tolist()
     record["spans"] = [[span["version"], span["tokens"]] for span in record["spans"]]
-    for name in ("turn_rewards", "reward_tokens"):
+    for name in ("turn_rewards", "criteria", "reward_tokens"):
         if record.get(name):
             record[name] = json.loads(record[name])
     unset = [name for name in _DROPPED if record.get(name) is None]

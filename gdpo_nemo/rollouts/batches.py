@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from gdpo_nemo.algorithms.rubrics import Criterion
 from gdpo_nemo.config.layout import prompts_per_round
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.prompts import PromptSource, with_unique_ids
@@ -129,6 +130,7 @@ def apply_verdicts(
     for trajectory, verdict in zip(trajectories, pool.verify(trajectories)):
         trajectory.rewards = dict(verdict.rewards)
         trajectory.turn_rewards = tuple(map(dict, verdict.turn_rewards))
+        trajectory.criteria = dict(verdict.criteria)
         if replies is not None:
             trajectory.reward_tokens = {}
             for name, spans in verdict.reward_spans.items():
@@ -381,6 +383,9 @@ def _trajectory(prompt: Prompt, record: Mapping[str, Any], spans: Sequence[tuple
     reward_tokens = {}
     for name, ranges in record.get("reward_tokens", {}).items():
         reward_tokens[name] = tuple((start, end) for start, end in ranges)
+    criteria = {}
+    for name, criterion in record.get("criteria", {}).items():
+        criteria[name] = Criterion(**{**criterion, "scale": tuple(criterion["scale"])})
     trajectory = Trajectory(
         prompt=prompt,
         sample_index=record["sample_index"],
@@ -398,6 +403,7 @@ def _trajectory(prompt: Prompt, record: Mapping[str, Any], spans: Sequence[tuple
         thinking_tokens=record.get("thinking_tokens", 0),
         turn_rewards=tuple(map(dict, record.get("turn_rewards", ()))),
         turn_parents=tuple(record.get("turn_parents", ())),
+        criteria=criteria,
         reward_tokens=reward_tokens,
         spans=tuple(spans),
         routing=_routing(len(prompt.token_ids) + len(ids), record.get("routing")),

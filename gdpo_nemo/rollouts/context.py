@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from gdpo_nemo.algorithms.rubrics import criteria_of
 from gdpo_nemo.data.contexts import contexts_of, path_to, turn_slices
 from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory
@@ -327,6 +328,7 @@ class Transcript:
             text=conversation.text(ids),
             finish_reason=self.finish_reason,
             rewards=self.rewards,
+            criteria=criteria_of(self.prompt.fields, self.rewards),
             outcome=self.outcome,
             detail=self.detail,
             loss_mask=self.mask,
