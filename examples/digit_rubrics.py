@@ -15,14 +15,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gdpo_nemo import ConfigError, Environment, Trajectory, Verdict
+from gdpo_nemo import ConfigError, Environment, Trajectory, Verdict, read_options
 from gdpo_nemo.algorithms.rubrics import criteria_of, with_scores
 from gdpo_nemo.environments.tasks.digit_sort import digit_rows
 
 _NUMBER = r"([0-9]+)"
 
 
-def all_criteria(digits: str) -> list[dict[str, Any]]:
+def all_criteria(digits: str, brief: int) -> list[dict[str, Any]]:
     """Return the criteria from which the rubric of a row is chosen."""
     right = "".join(sorted(digits))
     dots = 4 if digits[0] >= "5" else 1
@@ -34,7 +34,7 @@ def all_criteria(digits: str) -> list[dict[str, Any]]:
         {"id": "open", "criterion": "the text begins with <t>"},
         {"id": "closed", "criterion": "the text ends with </a>", "required": digits[0] in "27"},
         {"id": "form", "criterion": "the text has the form <t>...</t><a>...</a>"},
-        {"id": "brief", "criterion": "the text has few dots"},
+        {"id": "brief", "criterion": f"the text has few dots, at most {brief}"},
         {"id": "dots", "criterion": f"the text has {dots} dots", "weight": 2},
         {"id": "long", "criterion": "the text has at least 8 dots"},
         {"id": "copy", "criterion": f"the answer is {digits}", "weight": -1},
@@ -42,9 +42,9 @@ def all_criteria(digits: str) -> list[dict[str, Any]]:
     ]
 
 
-def rubric_of(digits: str) -> list[dict[str, Any]]:
+def rubric_of(digits: str, brief: int) -> list[dict[str, Any]]:
     """Return the rubric of a row: 3 to 12 of `all_criteria`, selected by the digits."""
-    criteria = all_criteria(digits)
+    criteria = all_criteria(digits, brief)
     draw = random.Random(digits)
     return draw.sample(criteria, draw.randint(3, len(criteria)))
 
@@ -66,7 +66,7 @@ def reward_of(criterion: str, text: str) -> float:
         "the text ends with (.+)": text.endswith,
         "the text contains (.+)": text.__contains__,
         "the text has the form <t>...</t><a>...</a>": lambda: bool(re.fullmatch("<t>[^<>]*</t><a>[^<>]*</a>", text)),
-        "the text has few dots": lambda: 1 - min(dots, 20) / 20,
+        f"the text has few dots, at most {_NUMBER}": lambda most: 1 - max(dots - int(most), 0) / 36,
         f"the text has {_NUMBER} dots": lambda count: dots == int(count),
         f"the text has at least {_NUMBER} dots": lambda count: dots >= int(count),
     }
@@ -81,14 +81,19 @@ class DigitRubrics(Environment):
 
     Components: ``rubric/ID`` (the criteria of the row's rubric), ``score`` (their weighted mean, to train without the
     criteria), and for reporting ``mean`` (mean of the criteria without weights, 1 - reward for a fault), ``met`` (share
-    of criteria that are fully met, and of faults that are absent) and ``dots`` (the criterion that is met least often).
+    of criteria that are fully met, and of faults that are absent) and ``dots`` (a criterion that is rarely met).
+
+    Option: ``brief`` (4), number of dots up to which the criterion of this name is fully met.
     """
 
     reward_names = ("rubric/*", "score", "mean", "met", "dots")
 
+    def __init__(self, options: Mapping[str, Any] | None = None):
+        self._brief = read_options("digit_rubrics", options, brief=4).brief
+
     def rows(self, split: str, size: int | None, seed: int) -> list[Mapping[str, Any]]:
         """Return the rows of digit_sort with a column ``rubric``."""
-        return [{**row, "rubric": rubric_of(row["digits"])} for row in digit_rows(split, size, seed)]
+        return [{**row, "rubric": rubric_of(row["digits"], self._brief)} for row in digit_rows(split, size, seed)]
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
         """Return one verdict per trajectory."""

@@ -60,7 +60,7 @@ def test_rows_have_3_to_12_criteria_with_faults_and_required_ones(environment, s
         ("the text begins with <t>", (1, 1, 1, 0)),
         ("the text ends with </a>", (1, 1, 1, 0)),
         ("the text has the form <t>...</t><a>...</a>", (1, 1, 0, 0)),
-        ("the text has few dots", (1, 0.6, 0.8, 1)),
+        ("the text has few dots, at most 4", (1, 8 / 9, 1, 1)),
         ("the text has 4 dots", (0, 0, 1, 0)),
         ("the text has at least 8 dots", (0, 1, 0, 0)),
         ("the text contains 7", (1, 1, 1, 0)),
@@ -90,10 +90,10 @@ def test_the_score_is_that_of_the_family_and_its_advantages_differ(environment):
 def test_reported_means_count_absent_faults_as_met(environment):
     rubric = [
         {"id": "dots", "criterion": "the text has 4 dots"},
-        {"id": "brief", "criterion": "the text has few dots"},
+        {"id": "brief", "criterion": "the text has few dots, at most 0"},
         {"id": "seven", "criterion": "the text contains 7", "weight": -1},
     ]
     samples = group(environment, rubric).trajectories
-    assert [sample.rewards["mean"] for sample in samples] == pytest.approx([1 / 3, 0.2, 0.6, 2 / 3])
+    assert [sample.rewards["mean"] for sample in samples] == pytest.approx([1 / 3, 7 / 27, 17 / 27, 2 / 3])
     assert [sample.rewards["met"] for sample in samples] == pytest.approx([1 / 3, 0, 1 / 3, 2 / 3])
     assert [sample.rewards["dots"] for sample in samples] == [0, 0, 1, 0]
