@@ -1,4 +1,4 @@
-"""Adapters of six trainers: each calls the trainer's own functions that turn rewards into advantages.
+"""Adapters of six trainers and of gdpo_nemo: each calls the trainer's own functions that turn rewards into advantages.
 
 The functions are those of the installed trainer or of a checkout. They compute in float32, as the trainers do.
 """
@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -352,6 +353,41 @@ def tunix(folder: Path | None = None) -> Port:
     return Port(f"Tunix {source.version('google-tunix')}", advantages)
 
 
+def gdpo_nemo(folder: Path | None = None) -> Port:
+    """Return gdpo_nemo with ``gdpo.preset: paper``. It is the only port that is imported."""
+    if folder is not None:
+        raise PortError("--source: gdpo_nemo must be installed; remove --source")
+    compute = _library("gdpo_nemo.algorithms").compute_advantages
+    source = Source("gdpo_nemo")
+
+    def advantages(
+        rewards: np.ndarray, groups: np.ndarray, weights: np.ndarray, lengths: np.ndarray, **options: Any
+    ) -> np.ndarray:
+        return np.asarray(compute(rewards, groups, weights=weights, lengths=lengths, preset="paper", **options).values)
+
+    def named(names: Sequence[str], rewards: np.ndarray, weights: Sequence[float]) -> np.ndarray:
+        columns = dict(zip(names, rewards.T, strict=True))
+        groups = np.zeros(len(rewards), dtype=np.int64)
+        found = compute(columns, groups, weights=dict(zip(names, weights, strict=True)), preset="paper")
+        return np.asarray(found.values)
+
+    def without_signal(rewards: np.ndarray, groups: np.ndarray) -> float:
+        alive = set(groups[compute(rewards, groups, preset="paper").has_advantage].tolist())
+        return 1.0 - len(alive) / len(set(groups.tolist()))
+
+    def kl_in_reward(rewards: np.ndarray, groups: np.ndarray, kl: np.ndarray) -> np.ndarray:
+        return np.asarray(compute(rewards, groups, kl=kl, kl_coefficient=1.0, preset="paper").values)
+
+    return Port(
+        f"gdpo_nemo {source.version('gdpo-nemo')}",
+        advantages,
+        named=named,
+        without_signal=without_signal,
+        kl_in_reward=kl_in_reward,
+        leave_one_out=partial(advantages, leave_one_out=True),
+    )
+
+
 PORTS: dict[str, Callable[[Path | None], Port]] = {
     "trl": trl,
     "verl": verl,
@@ -359,5 +395,6 @@ PORTS: dict[str, Callable[[Path | None], Port]] = {
     "nemo_rl": nemo_rl,
     "axolotl": axolotl,
     "tunix": tunix,
+    "gdpo_nemo": gdpo_nemo,
 }
 """Adapters by the name of ``--port``. The argument is a checkout, or None for the installed package."""

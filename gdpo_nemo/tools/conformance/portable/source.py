@@ -33,7 +33,8 @@ class Source:
         self.checkout = folder
         if folder is None:
             spec = importlib.util.find_spec(package)
-            if spec is None or not spec.submodule_search_locations:
+            # A folder without an __init__ file has no origin: it only happens to have the name of the package.
+            if spec is None or spec.origin is None or not spec.submodule_search_locations:
                 raise PortError(f"--port: package {package!r} is not installed; use --source with a checkout")
             self.root = Path(next(iter(spec.submodule_search_locations)))
             return
