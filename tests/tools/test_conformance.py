@@ -221,6 +221,15 @@ def test_nan_and_errors_of_a_trainer_fail_its_checks():
     assert broken["weights by name"].passed is False and "ZeroDivisionError" in broken["weights by name"].detail
 
 
+def test_the_portable_command_counts_the_recorded_batches_and_checks_a_function(capsys):
+    assert main([]) == 0
+    counts = dict(line.split()[:2] for line in capsys.readouterr().out.splitlines()[2:])
+    assert counts.keys() == IMPLEMENTATIONS.keys() and counts["paper"] == "17"
+    assert (counts["trl"], counts["verl"], counts["tunix"]) == ("13", "0", "0")
+    assert main(["--port", f"{__name__}:of_the_sum", "--rule", "grpo"]) == 1
+    assert f"{__name__}:of_the_sum: GDPO" in capsys.readouterr().out
+
+
 def test_the_portable_command_prints_batches_checks_and_a_badge(tmp_path, capsys):
     badge = tmp_path / "badge.json"
     assert main(["--port", "gdpo_nemo"]) == 0
@@ -240,6 +249,10 @@ def test_the_portable_command_prints_batches_checks_and_a_badge(tmp_path, capsys
         ("--port trl --source {d}", "--port: trl/trainer/utils.py cannot be read (FileNotFoundError)"),
         ("--port ms_swift --source {d}", "swift/utils/torch_utils.py does not contain 'nanstd'; this version"),
         ("--port nemo_rl", "package 'nemo_rl' is not installed; use --source"),
+        ("--port trll", "--port: unknown name 'trll'; known: trl, verl,"),
+        ("--port numpy:no_such", "--port: numpy does not contain a function 'no_such'"),
+        ("--port numpy:sum --source {d}", "--source: conflicts with MODULE:FUNCTION"),
+        ("--port no_such_module:f", "--port: no_such_module cannot be imported in this environment (No module named"),
         ("--port gdpo_nemo --source {d}", "gdpo_nemo must be installed"),
         ("--port gdpo_nemo --badge {d}", "--badge: {d} cannot be written (Is a directory)"),
     ],

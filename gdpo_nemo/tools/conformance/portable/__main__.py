@@ -10,22 +10,34 @@ from pathlib import Path
 
 from .cases import IMPLEMENTATIONS, TOLERANCE, Outcome, difference, evaluate, load_cases
 from .checks import CHECKS, Finding, run_checks
-from .ports import PORTS, Port
+from .ports import PORTS, Port, find_port
 from .source import PortError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print both tables and the summary. The exit status is 1 if a batch or a check fails, and 2 if nothing can run."""
     parser = argparse.ArgumentParser(prog="gdpo_conformance", description=__doc__)
-    parser.add_argument("--port", required=True, choices=sorted(PORTS), help="trainer to check")
+    parser.add_argument(
+        "--port",
+        metavar="NAME",
+        help=f"trainer to check: {', '.join(PORTS)}, or MODULE:FUNCTION with the arguments rewards, groups, weights and "
+        "lengths (default: count the equal batches of the recorded implementations)",
+    )
     parser.add_argument("--source", type=Path, metavar="FOLDER", help="checkout (default: the installed package)")
     parser.add_argument(
-        "--rule", default="paper", choices=sorted(IMPLEMENTATIONS), help="recorded implementation to compare with"
+        "--rule",
+        default="paper",
+        metavar="NAME",
+        choices=sorted(IMPLEMENTATIONS),
+        help=f"recorded implementation to compare with: {', '.join(IMPLEMENTATIONS)} (default: %(default)s)",
     )
     parser.add_argument("--badge", type=Path, metavar="FILE", help="write the summary as JSON for shields.io")
     options = parser.parse_args(arguments)
+    if options.port is None:
+        _print_recorded(options.rule)
+        return 0
     try:
-        port = PORTS[options.port](options.source)
+        port = find_port(options.port, options.source)
         findings = run_checks(port)
     except PortError as error:
         print(f"gdpo_conformance: {error}", file=sys.stderr)
@@ -41,6 +53,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"gdpo_conformance: --badge: {options.badge} cannot be written ({error.strerror})", file=sys.stderr)
             return 2
     return 0 if badge["color"] == "brightgreen" else 1
+
+
+def _print_recorded(rule: str) -> None:
+    """Print the number of batches in which each recorded implementation equals the rule."""
+    cases = load_cases()
+    print(f"Recorded batches that are equal to {rule}, of {len(cases)}.\n")
+    for name, source in IMPLEMENTATIONS.items():
+        equal = sum(difference(case.advantages[name], case.advantages[rule]) <= TOLERANCE for case in cases)
+        print(f"  {name:<20}{equal:>4}   {source}")
 
 
 def _print_batches(port: Port, rule: str) -> dict[str, float]:

@@ -398,3 +398,22 @@ PORTS: dict[str, Callable[[Path | None], Port]] = {
     "gdpo_nemo": gdpo_nemo,
 }
 """Adapters by the name of ``--port``. The argument is a checkout, or None for the installed package."""
+
+
+def find_port(name: str, folder: Path | None = None) -> Port:
+    """Return a port by name, or an estimator by ``MODULE:FUNCTION``.
+
+    Raises:
+        PortError: if the name is unknown, or the trainer is not found or not supported.
+    """
+    if name in PORTS:
+        return PORTS[name](folder)
+    module, _, function = name.partition(":")
+    if function and folder is not None:
+        raise PortError("--source: conflicts with MODULE:FUNCTION; remove --source")
+    if not function:
+        raise PortError(f"--port: unknown name {name!r}; known: {', '.join(PORTS)}, or MODULE:FUNCTION")
+    estimator = getattr(_library(module), function, None)
+    if not callable(estimator):
+        raise PortError(f"--port: {module} does not contain a function {function!r}")
+    return Port(name, estimator)
