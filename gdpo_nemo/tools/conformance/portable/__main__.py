@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--port",
         metavar="NAME",
-        help=f"trainer to check: {', '.join(PORTS)}, or MODULE:FUNCTION with the arguments rewards, groups, weights and "
+        help=f"trainer: {', '.join(PORTS)}, or MODULE:FUNCTION with the arguments rewards, groups, weights and "
         "lengths (default: count the equal batches of the recorded implementations)",
     )
     parser.add_argument("--source", type=Path, metavar="FOLDER", help="checkout (default: the installed package)")
