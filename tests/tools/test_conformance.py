@@ -114,9 +114,11 @@ def test_the_command_names_the_rule_that_a_function_follows(tmp_path, capsys):
     assert cli.main(["conformance", f"{path}:summed"]) == 1
     out = capsys.readouterr().out
     assert "equals paper in 1 of 17 batches" in out and "agrees most often with grpo, in 17 batches" in out
+    assert "Criteria that only one prompt has: neither by criterion nor" in out
     assert cli.main(["conformance", f"{path}:summed", "--rule", "grpo"]) == 0
     assert cli.main(["conformance", "paper"]) == 0
-    assert "paper equals paper in 17 of 17 batches" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "paper equals paper in 17 of 17 batches" in out and "only one prompt has: by criterion, unscaled." in out
 
 
 def test_the_command_without_a_function_shows_each_recorded_implementation(capsys, monkeypatch):

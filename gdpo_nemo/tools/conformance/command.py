@@ -96,6 +96,8 @@ def _compare(estimator: Estimator, name: str, cases: list[Case], rule: str) -> i
 
     from gdpo_nemo.tools.conformance.portable.__main__ import cell
     from gdpo_nemo.tools.conformance.portable.cases import IMPLEMENTATIONS, TOLERANCE, difference, evaluate
+    from gdpo_nemo.tools.conformance.portable.checks import rubrics_are_by_criterion
+    from gdpo_nemo.tools.conformance.portable.ports import Port
     from gdpo_nemo.utils.errors import ConfigError
 
     table = Table("batch", "what it shows", f"{rule}", "equal to")
@@ -118,4 +120,5 @@ def _compare(estimator: Estimator, name: str, cases: list[Case], rule: str) -> i
     say(f"{name} equals {rule} in {agreements[rule]} of {len(cases)} batches.")
     if nearest != rule:
         say(f"It agrees most often with {nearest}, in {agreements[nearest]} batches.")
+    say(f"Criteria that only one prompt has: {rubrics_are_by_criterion(Port(name, estimator)).detail}.")
     return 0 if agreements[rule] == len(cases) else 1

@@ -28,11 +28,11 @@ class Finding:
     detail: str
 
 
-def _batch(rewards: Sequence[Sequence[float]], sizes: list[int], lengths: list[int] | None = None) -> Case:
+def _batch(rewards: Sequence[Sequence[float]], sizes: list[int]) -> Case:
     """Return a batch with weights of 1."""
     columns = np.array(rewards, dtype=np.float64)
     groups = np.repeat(np.arange(len(sizes)), sizes)
-    return Case("", "", columns, groups, np.ones(columns.shape[1]), np.array(lengths or [8] * len(columns)), {})
+    return Case("", "", columns, groups, np.ones(columns.shape[1]), np.full(len(columns), 8), {})
 
 
 PLAIN = _batch([[0, 2], [0, 1], [0, 0], [1, 0], [1, 1], [0, 1], [1, 1], [0, 1]], [4, 4])
