@@ -24,7 +24,7 @@ statistics per rank or per micro-batch would differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -34,6 +34,7 @@ import torch
 
 from gdpo_nemo.algorithms.diagnostics import Diagnostics, diagnose
 from gdpo_nemo.algorithms.estimators import Terms
+from gdpo_nemo.algorithms.noise import check_noise
 from gdpo_nemo.algorithms.selection import DEFAULT_EPSILON, run_estimator, select
 from gdpo_nemo.algorithms.settings import Settings
 from gdpo_nemo.algorithms.table import RewardTable, build_table
@@ -69,6 +70,8 @@ class Advantages:
     _table: RewardTable = field(repr=False, compare=False)
     _epsilon: float | None = field(repr=False, compare=False, default=None)
     """Epsilon in the components' z-scores. None if the sum of the rewards was normalised instead."""
+    _noise: Mapping[str, Any] = field(repr=False, compare=False, default_factory=dict)
+    """`Settings.noise`."""
     _scale: BatchScale | None = field(repr=False, compare=False, default=None)
     """Batch norm of the advantages. None if there is none."""
     _find_advantaged: Callable[[], np.ndarray] | None = field(repr=False, compare=False, default=None)
@@ -80,7 +83,9 @@ class Advantages:
         take = self._table.groups.take
         terms = np.ascontiguousarray(take(self.components.numpy()).T)
         has_signal, has_advantage = take(self.has_signal.numpy()), take(self.has_advantage)
-        return diagnose(self._table, terms, has_signal, has_advantage, take(self.values.numpy()), self._epsilon)
+        return diagnose(
+            self._table, terms, has_signal, has_advantage, take(self.values.numpy()), self._epsilon, self._noise
+        )
 
     @cached_property
     def has_advantage(self) -> np.ndarray:
@@ -168,6 +173,7 @@ def compute_advantages(
     """
     entry, settings, estimator_options = select(estimator, preset, batch_norm, epsilon, options)
     table = build_table(rewards, group_ids, weights, valid, lengths, trajectory_ids=trajectory_ids)
+    check_noise(settings.noise, table.names)
     if settings.missing != "exclude":
         table = _fill_missing(table, settings)
     if kl is not None or kl_coefficient is not None:
@@ -183,6 +189,7 @@ def compute_advantages(
         has_signal=torch.from_numpy(put(terms.has_signal)),
         _table=table,
         _epsilon=None if terms.total is not None else settings.epsilon,
+        _noise=settings.noise,
         _scale=scale,
         _find_advantaged=partial(_advantaged_rows, table, settings, compute),
     )

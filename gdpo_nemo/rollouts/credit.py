@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gdpo_nemo.algorithms import LossSettings, apply_shaping, token_weights
 from gdpo_nemo.algorithms.entropy import clip_cov, kl_cov
 from gdpo_nemo.algorithms.loss_selection import reads_staleness
+from gdpo_nemo.algorithms.noise import corrected
 from gdpo_nemo.algorithms.rewards import creates
 from gdpo_nemo.config.algorithm_choice import old_logprobs_source
 from gdpo_nemo.config.schema import Config, GdpoConfig
@@ -39,19 +40,26 @@ def with_weights(config: Config, weights: Mapping[str, float]) -> Config:
 def reward_columns(
     trajectories: Sequence[Trajectory], config: Config, functions: CustomFunctions | None = None
 ) -> dict[str, np.ndarray]:
-    """Return the rewards of the trajectories by component, after ``gdpo.shaping``.
+    """Return the rewards of the trajectories by component, after the correction of ``gdpo.noise`` and ``gdpo.shaping``.
 
     Each column is float64 [trajectories], with NaN where the component does not apply. Every component with a weight
     has a column, even if no trajectory has a value for this component.
 
     Args:
         functions: the run's custom functions, for the one call per step that may change their state.
+
+    Raises:
+        RunError: if a reward with error rates in ``gdpo.noise`` is neither 0 nor 1.
     """
     rules = config.gdpo.shaping
     columns = {}
     for name in _component_names(trajectories, config.gdpo):
         # NumPy converts None, a component that does not apply, to NaN.
         columns[name] = np.array([t.rewards.get(name) for t in trajectories], np.float64)
+    try:
+        columns = corrected(columns, config.gdpo.noise)
+    except ValueError as error:
+        raise RunError(str(error)) from None
     if not rules:
         return columns
     shaped: dict[str, np.ndarray] = apply_shaping(
@@ -153,7 +161,7 @@ def _compute(
             preset=gdpo.preset,
             batch_norm=gdpo.batch_norm,
             epsilon=gdpo.epsilon,
-            **gdpo.options,
+            **with_noise(gdpo),
         )
     except ValueError as error:
         raise RunError(f"advantages: {error}") from error
@@ -161,6 +169,11 @@ def _compute(
         if custom is None:
             raise
         raise RunError(f"gdpo.estimator: {gdpo.estimator} raised {first_line(error)}") from error
+
+
+def with_noise(gdpo: GdpoConfig) -> dict[str, Any]:
+    """Return the options of the estimator, with ``gdpo.noise`` if it is set."""
+    return {**gdpo.options, "noise": gdpo.noise} if gdpo.noise else gdpo.options
 
 
 def _group_ids(groups: Sequence[Group], by: str) -> np.ndarray:

@@ -23,7 +23,7 @@ from gdpo_nemo.data.records import Group, Outcome, Trajectory
 from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.environments.tasks.reward_functions import Functions
 from gdpo_nemo.observe.installation import require_libraries
-from gdpo_nemo.rollouts.credit import reward_columns
+from gdpo_nemo.rollouts.credit import reward_columns, with_noise
 from gdpo_nemo.rollouts.metrics import check_failures
 from gdpo_nemo.rollouts.user_functions import load_estimator
 from gdpo_nemo.training.inputs import read_inputs
@@ -124,7 +124,7 @@ def profile_groups(config: Config, groups: Sequence[Group], repeat: int, samplin
             repeats=again.rewards,
             repeated=again.verified,
             better=better,
-            rule={**rule, "batch_norm": gdpo.batch_norm, **gdpo.options},
+            rule={**rule, "batch_norm": gdpo.batch_norm, **with_noise(gdpo)},
         )
     except ValueError as error:
         raise RunError(f"profile: {error}") from None
