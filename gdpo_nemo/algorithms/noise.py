@@ -4,7 +4,7 @@
 
 The z-score of a group divides by the standard deviation of the group, so the errors of a judge become full-size
 advantages in a group whose samples are equally good. With the standard deviation of the error, a group's z-scores are
-multiplied by its reliability, the share of the variance that is not error (Kelley's formula of regression to the mean)::
+multiplied by its reliability, the share of the variance that is not error (Kelley's formula)::
 
     reliability = max(0, 1 - noise^2 / variance of the group)
 

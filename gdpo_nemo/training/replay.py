@@ -59,8 +59,8 @@ if TYPE_CHECKING:
 COMPARED = ("loss", "grad_norm")
 """Metrics that are bitwise equal if weights and samples are equal."""
 OBJECTIVE = (
-    "gdpo.estimator", "gdpo.preset", "gdpo.options", "gdpo.rewards", "gdpo.constraints", "gdpo.schedules",
-    "gdpo.noise", "gdpo.shaping", "gdpo.batch_norm", "gdpo.epsilon", "gdpo.credit", "gdpo.turn_baseline", "gdpo.discount", "loss_fn",
+    "gdpo.estimator", "gdpo.preset", "gdpo.options", "gdpo.rewards", "gdpo.constraints", "gdpo.schedules", "gdpo.noise",
+    "gdpo.shaping", "gdpo.batch_norm", "gdpo.epsilon", "gdpo.credit", "gdpo.turn_baseline", "gdpo.discount", "loss_fn",
 )  # fmt: skip
 """Keys and sections that a replay may change, because they do not affect the samples."""
 
