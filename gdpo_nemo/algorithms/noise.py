@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from gdpo_nemo.algorithms.rubrics import is_family
 from gdpo_nemo.algorithms.table import Groups, Moments, RewardTable, moments, nearest
 from gdpo_nemo.utils.files import read_json_object
 
@@ -34,7 +35,6 @@ FILE = "from"
 """Key of `gdpo.noise` with the path of a profile."""
 MEASURED = "noise_std"
 """Field of a component in the file of a profile: standard deviation of its error, or null if it was not measured."""
-_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def check_noise(noise: Mapping[str, Any], names: Iterable[str]) -> None:
     """Check the noise of all components.
 
     Args:
-        names: components with a weight.
+        names: known components.
 
     Raises:
         ValueError: if a value is invalid, or a component is unknown. The message begins with the key within `gdpo`.
@@ -106,7 +106,22 @@ def check_noise(noise: Mapping[str, Any], names: Iterable[str]) -> None:
     for name, value in noise.items():
         if name not in known:
             raise ValueError(f"noise.{name}: not a component; {nearest(str(name), known)}")
-        read_noise(name, value)
+        if isinstance(read_noise(name, value), FlipRates) and is_family(name):
+            raise ValueError(f"noise.{name}: a family has no error rates; use the standard deviation of a criterion")
+
+
+def check_table(noise: Mapping[str, Any], table: RewardTable) -> None:
+    """Check the noise of a table's components, and that rewards with error rates are corrected.
+
+    Raises:
+        ValueError: see `check_noise`. Also if a reward is neither of the two corrected values.
+    """
+    check_noise(noise, table.components)
+    for name, rates in error_rates(noise).items():
+        k = table.names.index(name)
+        values = table.columns[k][table.present[k]]
+        if not np.isclose(values[:, None], rates.correct(np.array([0.0, 1.0]))).any(axis=1).all():
+            raise ValueError(f"noise.{name}: the rewards of a verifier with error rates must be corrected first")
 
 
 def error_rates(noise: Mapping[str, Any]) -> dict[str, FlipRates]:
@@ -129,11 +144,11 @@ def corrected(columns: Mapping[str, np.ndarray], noise: Mapping[str, Any]) -> di
         if name not in columns:
             continue
         values = columns[name]
-        (wrong,) = np.nonzero(~np.isnan(values) & (values != 0) & (values != 1))
-        if len(wrong):
+        (others,) = np.nonzero(~np.isnan(values) & (values != 0) & (values != 1))
+        if len(others):
             raise ValueError(
-                f"gdpo.noise.{name}: error rates require rewards of 0 or 1, got {values[wrong[0]]:g} for sample "
-                f"{wrong[0]}; use a standard deviation"
+                f"gdpo.noise.{name}: error rates require rewards of 0 or 1, got {values[others[0]]:g} for sample "
+                f"{others[0]}; use a standard deviation"
             )
         result[name] = rates.correct(values)
     return result
@@ -154,25 +169,24 @@ def reliability(noise: Any, groups: Groups, values: np.ndarray, stats: Moments) 
     return np.asarray(np.maximum(0.0, 1.0 - share))
 
 
-def pooled_reliability(table: RewardTable, noise: Mapping[str, Any], ddof: int = 1) -> np.ndarray:
+def pooled_reliability(table: RewardTable, noise: Mapping[str, Any]) -> np.ndarray:
     """Return the share of each component's variance within all groups of the batch that is not measurement error:
-    float64 [components], from 0 to 1. NaN for a component without noise or variance.
+    float64 [components], from 0 to 1. NaN for a component without noise or variance. A family has one value.
 
     The mean of the groups' reliabilities would be above 0 for rewards that are only noise, because the variance of a
     small group is often above its expectation.
     """
-    result = np.full(len(table.names), np.nan)
+    error, variance = np.zeros((2, len(table.names)))
     for k, name in enumerate(table.names):
         if name not in noise:
             continue
-        column, present = table.columns[k], table.present[k]
-        stats = moments(table.groups, column, present, ddof)
+        stats = moments(table.groups, table.columns[k], table.present[k])
         degrees = np.maximum(stats.count - 1, 0)
-        variance = degrees @ stats.std**2
-        if variance > 0:
-            error = degrees @ _error_variance(noise[name], table.groups, column, stats)
-            result[k] = max(0.0, 1.0 - error / variance)
-    return result
+        variance[k] = degrees @ stats.std**2
+        error[k] = degrees @ _error_variance(noise[name], table.groups, table.columns[k], stats)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share = 1.0 - table.by_component(error) / table.by_component(variance)
+    return np.where(np.isfinite(share), np.maximum(share, 0.0), np.nan)
 
 
 def _error_variance(noise: Any, groups: Groups, values: np.ndarray, stats: Moments) -> np.ndarray:

@@ -207,9 +207,7 @@ def _check_noise(gdpo: GdpoConfig) -> None:
     entry = ESTIMATORS.get(gdpo.estimator)
     if entry is not None and entry.sums_rewards and len(rates) < len(gdpo.noise):
         name = next(name for name in gdpo.noise if name not in rates)
-        raise ConfigError(
-            f"gdpo.noise.{name}: has no effect with {gdpo.estimator}, which sums the rewards; remove it"
-        )
+        raise ConfigError(f"gdpo.noise.{name}: has no effect with {gdpo.estimator}, which sums the rewards; remove it")
     for rule in gdpo.shaping:
         if rule["component"] in rates:
             raise ConfigError(

@@ -206,8 +206,9 @@ METRICS = {
 
 
 def reward_names(trajectories: Sequence[Trajectory]) -> dict[str, None]:
-    """Return the components for which a trajectory has a reward or None, in order of appearance."""
-    return dict.fromkeys(chain.from_iterable(t.rewards for t in trajectories))
+    """Return the components for which a trajectory has a reward or None, in order of appearance. A family of criteria
+    is one component."""
+    return dict.fromkeys(chain.from_iterable(t.component_rewards for t in trajectories))
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
@@ -341,7 +342,7 @@ def validation_metrics(
     for name in reward_names(trajectories):
         rewards = []
         for group in groups:
-            rewards.append([t.rewards.get(name) for t in group.trajectories])
+            rewards.append([t.component_rewards.get(name) for t in group.trajectories])
         row |= _component_metrics(name, rewards, pass_at, (directions or {}).get(name, 1))
     row["validation/mean_length"] = float(np.mean([t.num_policy_tokens for t in trajectories]))
     row["validation/env_failed"] = float(np.mean([not t.trains for t in trajectories]))
