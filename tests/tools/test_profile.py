@@ -67,6 +67,14 @@ def test_profile_names_a_random_function_and_times_each_function(profile):
     assert components["right"]["noise"] == 0 and components["drawn"]["noise"] > 0.3
     assert components["right"]["live"]["value"] == 0.75 and components["right"]["pass_rate"] == 6 / 16
     assert [finding["kind"] for finding in found["profile"]["findings"]] == ["noisy"]
+    # A uniform number has the standard deviation 0.289.
+    assert components["right"]["noise_std"] == 0 and 0.2 < components["drawn"]["noise_std"] < 0.38
+    profile_file = folder / "out" / "profile.json"
+    config = load_config(
+        "configs/gdpo_tiny_cpu.yaml", ["gdpo.rewards={right: 1, drawn: 1}", f"gdpo.noise.from={profile_file}"]
+    )
+    assert config.gdpo.noise == {"right": 0.0, "drawn": components["drawn"]["noise_std"]}
+    assert f"gdpo.noise='{{from: {profile_file}}}'" in shown.replace("\n", "")
     assert found["cost"]["verification_s_per_sample"].keys() == {"right", "drawn"}
     page = (folder / "out" / "profile.html").read_text()
     assert "drawn is noisy" in page and "drawn is noisy" in shown and "rloo" in page
@@ -99,6 +107,33 @@ def test_repeated_verification_that_fails_is_not_an_agreement(tmp_path):
     found = profile_groups(config, [Group(samples[0].prompt, samples)], 1, 1.0)
     assert found.failed == 2 and found.profile.components["right"].changed == 0
     assert "2 further verifications failed; they are left out of the noise" in heading(found)
+
+
+RUBRIC = """
+import random
+from gdpo_nemo.data.records import Verdict
+from gdpo_nemo.environments.base import Environment
+
+class Judge(Environment):
+    reward_names = ("rubric/*",)
+
+    def verify(self, trajectories):
+        return [Verdict({"rubric/1": float(t.text == "a"), "rubric/2": random.gauss(0, 0.5)}) for t in trajectories]
+"""
+
+
+def test_the_noise_of_a_family_is_that_of_its_criteria(tmp_path):
+    (tmp_path / "judge.py").write_text(RUBRIC)
+    config = load_config("configs/gdpo_tiny_cpu.yaml")
+    config.env = {"judge": {"plugin": f"{tmp_path}/judge.py:Judge"}}
+    config.gdpo.rewards = {"rubric/*": 1.0}
+    made = [sample_of(ROWS[1], "ab"[index % 2], "judge", index) for index in range(64)]
+    with EnvironmentPools(config.env) as pool:
+        apply_verdicts(made, pool)
+    found = profile_groups(config, [Group(made[0].prompt, made)], 2, 1.0).profile.components
+    assert found.keys() == {"rubric/*"}
+    # One criterion has no error, the other a variance of 0.25. The score would have half of this deviation.
+    assert found["rubric/*"].noise_std == pytest.approx((0.25 / 2) ** 0.5, rel=0.2)
 
 
 def test_rows_of_a_profile_select_and_order_the_data(profile):
