@@ -59,6 +59,28 @@ def test_each_group_is_scaled_by_its_own_reliability(settings):
     assert "reward/passed/reliability" not in after.diagnostics.metrics()
 
 
+@pytest.mark.parametrize("case, error, expected", [("verifier", 0.12, (0.95, 0.76)), ("alike", 0.3, (0.63, 0.68))])
+def test_reliability_by_group_is_compared_with_a_pooled_factor(case, error, expected):
+    """Correlation of the scores with those of rewards without errors, by group and with a factor for the batch.
+
+    The verifier scores groups of easy and hard prompts, many of which are all right or all wrong.
+    """
+    draw = np.random.default_rng(0)
+    ids = np.repeat(np.arange(2000), 8)
+    exact = 0.3 * draw.normal(size=16_000)
+    if case == "verifier":
+        exact = (draw.random(16_000) < np.repeat(draw.beta(0.5, 0.5, 2000), 8)).astype(float)
+    judged = exact + error * draw.normal(size=16_000)
+
+    def scores(rewards, **noise):
+        return compute_advantages({"judged": rewards}, ids, estimator="mo_grpo", **noise)
+
+    # A factor for the whole batch does not change a correlation.
+    by_group, without = scores(judged, noise={"judged": error}), scores(judged)
+    found = [np.corrcoef(scores(exact).values, other.values)[0, 1] for other in (by_group, without)]
+    assert found == pytest.approx(expected, abs=0.01)
+
+
 def test_a_group_whose_variance_is_noise_has_no_signal():
     rewards = {"graded": [0.5, 0.52, 0.48, 0.5, 0.0, 1.0, 0.2, 0.9]}
     found = compute_advantages(rewards, np.repeat([0, 1], 4), noise={"graded": 0.1})
