@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
@@ -49,38 +50,53 @@ def families_of(trajectories: Sequence[Trajectory], group_by: str) -> dict[str, 
     Raises:
         RunError: if the samples of a group have different weights of a criterion.
     """
-    names = dict.fromkeys(family_name(name) for t in trajectories for name in t.criteria)
-    return {family: _family(family, trajectories, group_by) for family in names}
+    rubrics: dict[object, dict[str, dict[str, Criterion]]] = {}
+    keys: list[object] = []
+    previous: dict[str, Criterion] = {}
+    for trajectory in trajectories:
+        prompt = trajectory.prompt
+        keys.append(prompt.token_ids.tobytes() if group_by == "prompt" else prompt.id)
+        rubric = rubrics.setdefault(keys[-1], {})
+        # The samples of a group usually have the same criteria, which need to be read only once.
+        if not rubric or trajectory.criteria != previous:
+            _merge(rubric, trajectory)
+        previous = trajectory.criteria
+    names = dict.fromkeys(chain.from_iterable(rubrics.values()))
+    return {name: _family(name, trajectories, keys, rubrics) for name in names}
 
 
-def _family(family: str, trajectories: Sequence[Trajectory], group_by: str) -> Family:
-    keys: list[object] = [t.prompt.token_ids.tobytes() if group_by == "prompt" else t.prompt.id for t in trajectories]
-    rubrics: dict[object, dict[str, Criterion]] = {}
-    for key, trajectory in zip(keys, trajectories):
-        _merge(rubrics.setdefault(key, {}), family, trajectory)
-    slots = max(map(len, rubrics.values()))
-    names = {key: tuple(rubric) for key, rubric in rubrics.items()}
-    weights = {}
-    for key, rubric in rubrics.items():
-        weights[key] = [criterion.weight for criterion in rubric.values()] + [0.0] * (slots - len(rubric))
-    rewards = np.full((slots, len(trajectories)), np.nan)
-    for row, (key, trajectory) in enumerate(zip(keys, trajectories)):
-        found = gated(trajectory.rewards, trajectory.criteria, family)
-        rewards[: len(names[key]), row] = [found.get(name, np.nan) for name in names[key]]
-    return Family(family, rewards, np.array([weights[key] for key in keys]).T, [names[key] for key in keys])
-
-
-def _merge(rubric: dict[str, Criterion], family: str, trajectory: Trajectory) -> None:
-    """Add the criteria of a trajectory to the rubric of its group."""
+def _merge(rubric: dict[str, dict[str, Criterion]], trajectory: Trajectory) -> None:
+    """Add the criteria of a trajectory to the rubric of its group, which contains the criteria by family."""
     for name, criterion in trajectory.criteria.items():
-        if family_name(name) != family:
-            continue
-        known = rubric.setdefault(name, criterion)
+        known = rubric.setdefault(family_name(name), {}).setdefault(name, criterion)
         if known.weight != criterion.weight:
             raise RunError(
                 f"criterion {name!r} of prompt {trajectory.prompt.id} has the weights {known.weight:g} and "
                 f"{criterion.weight:g}; all samples of a group must have the same rubric"
             )
+
+
+def _family(
+    name: str,
+    trajectories: Sequence[Trajectory],
+    keys: Sequence[object],
+    rubrics: Mapping[object, Mapping[str, Mapping[str, Criterion]]],
+) -> Family:
+    """Return a family of the trajectories. ``keys`` contains the key of each trajectory's rubric."""
+    slots = max(len(rubric.get(name, ())) for rubric in rubrics.values())
+    components, weights, has_gate = {}, {}, {}
+    for key, rubric in rubrics.items():
+        criteria = rubric.get(name, {})
+        components[key] = tuple(criteria)
+        weights[key] = [criterion.weight for criterion in criteria.values()] + [0.0] * (slots - len(criteria))
+        has_gate[key] = any(criterion.required for criterion in criteria.values())
+    rewards = np.full((len(trajectories), slots), np.nan)
+    for row, (key, trajectory) in enumerate(zip(keys, trajectories)):
+        found: Mapping[str, float | None] = trajectory.rewards
+        if has_gate[key]:
+            found = gated(trajectory.rewards, trajectory.criteria, name)
+        rewards[row, : len(components[key])] = [found.get(component) for component in components[key]]
+    return Family(name, rewards.T, np.array([weights[key] for key in keys]).T, [components[key] for key in keys])
 
 
 def slots_of(columns: Mapping[str, np.ndarray], families: Mapping[str, Family]) -> dict[str, np.ndarray]:

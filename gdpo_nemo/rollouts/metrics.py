@@ -9,6 +9,7 @@ from itertools import chain
 import numpy as np
 
 from gdpo_nemo.algorithms.diagnostics import mean_pass_at_k
+from gdpo_nemo.algorithms.rubrics import family_name
 from gdpo_nemo.data.records import NOT_CONTIGUOUS, Group, Outcome, Trajectory, UpdateResult, trajectories_of
 from gdpo_nemo.utils.errors import RunError
 
@@ -208,7 +209,9 @@ METRICS = {
 def reward_names(trajectories: Sequence[Trajectory]) -> dict[str, None]:
     """Return the components for which a trajectory has a reward or None, in order of appearance. A family of criteria
     is one component."""
-    return dict.fromkeys(chain.from_iterable(t.component_rewards for t in trajectories))
+    criteria = dict.fromkeys(chain.from_iterable(t.criteria for t in trajectories))
+    names = dict.fromkeys(chain.from_iterable(t.rewards for t in trajectories))
+    return dict.fromkeys(family_name(name) if name in criteria else name for name in names)
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:

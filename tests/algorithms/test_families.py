@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import resource
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from gdpo_nemo.algorithms import compute_advantages
-from gdpo_nemo.algorithms.estimators import ESTIMATORS
+from gdpo_nemo.algorithms.estimators import ESTIMATORS, Terms
+from gdpo_nemo.utils.import_path import ImportPath
 
 NAMES = sorted(ESTIMATORS)
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 AS_ONE = ("dara", "gd2po", "sa_mrpo")
 """Estimators with statistics over the batch, which treat a family as one component."""
 
@@ -135,6 +138,36 @@ def test_estimators_with_batch_statistics_treat_a_family_as_one_component(estima
     found = advantages(ids, own, verdicts, np.ones_like(verdicts), estimator=estimator)
     fixed = compute_advantages({"own": own, "c": verdicts[:, 0]}, ids, weights=[0.5, 2.0], estimator=estimator)
     np.testing.assert_allclose(found.values, fixed.values, atol=1e-12)
+
+
+@pytest.mark.parametrize("place", ["custom_estimator.py:squashed", "custom_estimator.py:Fading", "opo.py:opo"])
+def test_custom_estimators_apply_the_weights_of_criteria(place):
+    """A rubric that all rows share equals fixed components; Fading knows families by their score in the first step."""
+    ids, own, verdicts, weights = batch(9)
+    weights[:] = weights[0]
+    function = ImportPath(str(EXAMPLES / place)).load()
+    found = advantages(ids, own, verdicts, weights, family_scale="none", estimator=_made(function))
+    fixed = compute_advantages(
+        {"own": own} | {f"c{j}": verdicts[:, j] for j in range(4)},
+        ids,
+        weights={"own": 0.5} | {f"c{j}": 2.0 * weights[0, j] for j in range(4)},
+        lengths=np.arange(len(ids)) + 1.0,
+        estimator=_made(function),
+    )
+    np.testing.assert_allclose(found.values, fixed.values, rtol=0, atol=1e-12)
+
+
+def _made(function):
+    return function() if isinstance(function, type) else function
+
+
+def test_a_custom_estimator_for_components_only_is_refused_with_a_family():
+    def plain(table, settings):
+        return Terms(table.columns * table.weights[:, None], table.scored)
+
+    ids, own, verdicts, weights = batch(9)
+    with pytest.raises(ValueError, match=r"returned components \(5, 5, 30\).* for 5 components of 30 sequences"):
+        advantages(ids, own, verdicts, weights, estimator=plain)
 
 
 def test_gd2po_drops_samples_whose_families_conflict_and_not_their_criteria():

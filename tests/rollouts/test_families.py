@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gdpo_nemo.algorithms.component_weights import ComponentWeights
 from gdpo_nemo.algorithms.rubrics import Criterion, criteria_of, read_rubric, with_scores
 from gdpo_nemo.commands import cli
 from gdpo_nemo.commands.advantage_tables import read_step
@@ -21,7 +22,9 @@ from gdpo_nemo.observe.samples import read_rollouts, write_rollouts
 from gdpo_nemo.rollouts.batches import recorded_groups
 from gdpo_nemo.rollouts.credit import advantages_of, by_span, reward_columns
 from gdpo_nemo.rollouts.families import families_of
+from gdpo_nemo.rollouts.group_signal import has_signal
 from gdpo_nemo.rollouts.metrics import validation_metrics
+from gdpo_nemo.training.component_gradients import contributions
 from gdpo_nemo.utils.errors import ConfigError, RunError
 
 TINY = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
@@ -209,3 +212,42 @@ def test_names_of_families_are_checked(rewards, message):
 def test_family_scale_needs_a_family():
     with pytest.raises(ConfigError, match="gdpo.family_scale: has no effect unless gdpo.rewards has a family"):
         validate(config("gdpo.family_scale=none", "gdpo.rewards={ok: 1}"))
+
+
+def test_ppo_with_turn_credit_refuses_a_family():
+    base = TINY.with_name("ppo_tiny_cpu.yaml")
+    with pytest.raises(ConfigError, match="gdpo.credit: turn is not supported with algorithm ppo and a family"):
+        validate(load_config(base, ["gdpo.rewards={rubric/*: 1}", "gdpo.credit=turn", "rollout.turns.max_turns=2"]))
+
+
+def test_a_constraint_bounds_the_score_of_a_family():
+    weights = ComponentWeights({"rubric/*": 0.5, "ok": 1.0}, {"rubric/*": {"at_least": 0.5, "lr": 1.0}}, {})
+    made = group("1", [POLITE, LONG], [{"polite": 1, "long": 1}, {"polite": 1, "long": 0}])
+    weights.update(1, reward_columns(made.trajectories, config()))
+    assert weights.values["rubric/*"] == pytest.approx(0.5 + 0.5 - (1 / 3 + 2 / 3) / 2)
+
+
+def test_dynamic_sampling_keeps_groups_whose_criteria_vary():
+    settings = config("gdpo.dynamic_sampling.enabled=true")
+    cancelling = [{"criterion": "a"}, {"criterion": "b", "weight": -1}]
+    assert has_signal(group("1", [POLITE, LONG], [{"polite": 1, "long": 0}, {"polite": 0, "long": 0}]), settings)
+    assert not has_signal(group("2", [POLITE], [{"polite": 1}, {"polite": 1}]), settings)
+    assert not has_signal(group("3", cancelling, [{"1": 1, "2": 1}, {"1": 0, "2": 0}]), settings)
+
+
+def test_rows_with_equal_prompts_and_other_rubrics_are_compared_by_criterion():
+    """With group_by: prompt, a criterion that only one of the rows has is compared within this row."""
+    first = group("1", [POLITE, LONG], [{"polite": 1, "long": 0}, {"polite": 0, "long": 1}])
+    second = group("2", [POLITE, {**RIGHT, "required": False}], [{"polite": 1, "right": 0}, {"polite": 1, "right": 1}])
+    found = advantages_of([first, second], config("gdpo.group_by=prompt", "gdpo.batch_norm=false"))
+    polite, long, right = found.criteria["rubric/*"].T
+    assert np.count_nonzero(polite) == 4 and (long != 0).tolist() == [True, True, False, False]
+    assert (right != 0).tolist() == [False, False, True, True]
+
+
+def test_a_family_is_one_term_of_the_component_gradients():
+    made = group("1", [POLITE, LONG], [{"polite": 1, "long": 1}, {"polite": 0, "long": 0}, {"polite": 1, "long": 0}])
+    found = advantages_of([made], config())
+    terms = np.concatenate(contributions(found, made.trajectories, [0]))
+    assert terms.shape == (3, 2)
+    np.testing.assert_allclose(terms[:, 0], found.values, atol=1e-12)
