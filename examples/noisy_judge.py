@@ -1,9 +1,9 @@
 """Environment whose judge is inexact: one component of another environment, with a random error.
 
-    uv run gdpo-nemo profile examples/noisy_judge.yaml --out results/noisy_judge_profile
-    uv run gdpo-nemo train --config examples/noisy_judge.yaml gdpo.noise.from=results/noisy_judge_profile/profile.json
+    env:
+      digit_sort: {plugin: examples/noisy_judge.py:NoisyJudge, task: digit_sort, component: length, error: 0.12}
 
-The profile measures the standard deviation of the error by repeated verification, and the training uses it
+``gdpo-nemo profile`` measures the standard deviation of the error by repeated verification, and ``gdpo.noise`` uses it
 (docs/advantages.md, "Measured noise").
 """
 

@@ -3,9 +3,9 @@
 import html
 import json
 
-import numpy as np
 import pytest
 
+from gdpo_nemo.algorithms.rubrics import Criterion
 from gdpo_nemo.commands import cli
 from gdpo_nemo.commands.arguments import terminal
 from gdpo_nemo.commands.env.check import sample_of
@@ -15,6 +15,7 @@ from gdpo_nemo.data.records import Group
 from gdpo_nemo.data.rows import load_rows
 from gdpo_nemo.environments.execution.pools import EnvironmentPools
 from gdpo_nemo.rollouts.batches import apply_verdicts
+from gdpo_nemo.rollouts.credit import reward_columns
 from gdpo_nemo.tools.profile.measure import profile_groups, verify_again, write
 from gdpo_nemo.tools.profile.page import _EXPLAINED, _LEGENDS, heading, summary, write_page
 from gdpo_nemo.utils.errors import ConfigError
@@ -87,10 +88,11 @@ from gdpo_nemo.data.records import Outcome, Verdict
 from gdpo_nemo.environments.base import Environment
 
 class Flaky(Environment):
-    reward_names = ("right",)
+    reward_names = ("right", "rubric/*")
+    rewards = {"right": 1.0, "rubric/1": 1.0, "rubric/2": 0.5}
 
     def verify(self, trajectories):
-        return [Verdict({}, Outcome.ENV_FAILED) if t.text == "b" else Verdict({"right": 1.0}) for t in trajectories]
+        return [Verdict({}, Outcome.ENV_FAILED) if t.text == "b" else Verdict(self.rewards) for t in trajectories]
 """
 
 
@@ -98,42 +100,19 @@ def test_repeated_verification_that_fails_is_not_an_agreement(tmp_path):
     (tmp_path / "flaky.py").write_text(FLAKY)
     config = load_config("configs/gdpo_tiny_cpu.yaml")
     config.env = {"flaky": {"plugin": f"{tmp_path}/flaky.py:Flaky"}}
-    config.gdpo.rewards = {"right": 1.0}
+    config.gdpo.rewards = {"right": 1.0, "rubric/*": 1.0}
     samples = [sample_of(ROWS[1], text, "flaky", index) for index, text in enumerate(SAMPLES["medium"])]
     for sample in samples:
-        sample.rewards = {"right": 1.0}
-    again = verify_again(config, samples, 1, {"right": np.ones(len(samples))})
+        sample.rewards = {"right": 1.0, "rubric/1": 1.0, "rubric/2": 0.0}
+        sample.criteria = {"rubric/1": Criterion(), "rubric/2": Criterion()}
+    again = verify_again(config, samples, 1, reward_columns(samples, config))
     assert again.verified.tolist() == [[text == "a" for text in SAMPLES["medium"]]] and again.failed == 2
     found = profile_groups(config, [Group(samples[0].prompt, samples)], 1, 1.0)
     assert found.failed == 2 and found.profile.components["right"].changed == 0
+    # Of the two criteria, one changes by 0.5, which is a variance of 0.125. The score changes by half as much.
+    assert found.profile.components["right"].noise_std == 0
+    assert found.profile.components["rubric/*"].noise_std == pytest.approx((0.125 / 2) ** 0.5)
     assert "2 further verifications failed; they are left out of the noise" in heading(found)
-
-
-RUBRIC = """
-import random
-from gdpo_nemo.data.records import Verdict
-from gdpo_nemo.environments.base import Environment
-
-class Judge(Environment):
-    reward_names = ("rubric/*",)
-
-    def verify(self, trajectories):
-        return [Verdict({"rubric/1": float(t.text == "a"), "rubric/2": random.gauss(0, 0.5)}) for t in trajectories]
-"""
-
-
-def test_the_noise_of_a_family_is_that_of_its_criteria(tmp_path):
-    (tmp_path / "judge.py").write_text(RUBRIC)
-    config = load_config("configs/gdpo_tiny_cpu.yaml")
-    config.env = {"judge": {"plugin": f"{tmp_path}/judge.py:Judge"}}
-    config.gdpo.rewards = {"rubric/*": 1.0}
-    made = [sample_of(ROWS[1], "ab"[index % 2], "judge", index) for index in range(64)]
-    with EnvironmentPools(config.env) as pool:
-        apply_verdicts(made, pool)
-    found = profile_groups(config, [Group(made[0].prompt, made)], 2, 1.0).profile.components
-    assert found.keys() == {"rubric/*"}
-    # One criterion has no error, the other a variance of 0.25. The score would have half of this deviation.
-    assert found["rubric/*"].noise_std == pytest.approx((0.25 / 2) ** 0.5, rel=0.2)
 
 
 def test_rows_of_a_profile_select_and_order_the_data(profile):
