@@ -1,6 +1,7 @@
 """Measured noise: reliability of z-scores, correction of error rates, the file of a profile, and refusals."""
 
 import json
+import random
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,14 @@ import pytest
 from gdpo_nemo.algorithms import ESTIMATORS, PRESETS, compute_advantages
 from gdpo_nemo.algorithms.diagnostics import RELIABLE_SHARE
 from gdpo_nemo.algorithms.noise import FlipRates, corrected
+from gdpo_nemo.commands.env.check import sample_of
 from gdpo_nemo.config.load import load_config, recorded
 from gdpo_nemo.config.validate import validate
+from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.utils.errors import ConfigError
 
-DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+DEMO = EXAMPLES.parent / "configs" / "gdpo_tiny_cpu.yaml"
 RATES = {"false_positive": 0.1, "false_negative": 0.2}
 BY_COMPONENT = [name for name, entry in ESTIMATORS.items() if not entry.sums_rewards]
 
@@ -231,3 +235,15 @@ def test_a_file_that_is_not_the_profile_of_the_rewards_is_refused(tmp_path, cont
 def test_error_rates_pass_the_checks_of_an_estimator_of_the_sum():
     config = load_config(DEMO, ["gdpo.noise={length: {false_positive: 0.1}}", "gdpo.estimator=grpo"])
     assert validate(config).config.gdpo.noise == {"length": {"false_positive": 0.1}}
+
+
+def test_the_example_judge_changes_one_component_by_its_error():
+    options = {"plugin": f"{EXAMPLES}/noisy_judge.py:NoisyJudge", "error": 0.5, "numbers": [10, 98]}
+    environment = load_environment("number_answer", options)
+    (row,) = environment.rows("train", 1, 0)
+    random.seed(0)  # as a worker does
+    verdicts = environment.verify([sample_of(row, row["answer"], "number_answer", index) for index in range(400)])
+    rewards = {name: np.array([verdict.rewards[name] for verdict in verdicts]) for name in environment.reward_names}
+    assert (rewards["correct"] == 1).all() and len(set(rewards["exact"])) == 1
+    errors = rewards["brief"] - rewards["exact"]
+    assert abs(errors.mean()) < 0.1 and errors.std() == pytest.approx(0.5, rel=0.15)
