@@ -6,9 +6,10 @@ import asyncio
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from gdpo_nemo.algorithms.rubrics import Criterion
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.environments.base import Environment, read_options
 from gdpo_nemo.environments.http_client import Cookies, HttpClient, api_key, base_url
@@ -30,6 +31,8 @@ class Played:
     rewards: Mapping[str, float | None]
     step_rewards: Sequence[Mapping[str, float | None]] = ()
     """Rewards of each turn of the policy, or empty if the reply contains only totals."""
+    criteria: Mapping[str, Criterion] = field(default_factory=dict)
+    """Criteria of the families of rewards, by component."""
 
 
 class NemoGymAgent(Environment):
@@ -166,8 +169,9 @@ class NemoGymAgent(Environment):
         response = reply.get("response")
         if not isinstance(response, Mapping):
             raise Failure(FailureKind.BAD_REPLY, "the reply has no response")
-        rewards = rewards_of(reply, self.rules, agent, self._options.check_sum)
-        return Played(with_attempts(response, reply), rewards, step_rewards_of(reply, self.rules, agent))
+        rewards, criteria = rewards_of(reply, self.rules, agent, self._options.check_sum)
+        steps = step_rewards_of(reply, self.rules, agent)
+        return Played(with_attempts(response, reply), rewards, steps, criteria)
 
     def _agent(self, prompt: Prompt) -> str:
         try:
