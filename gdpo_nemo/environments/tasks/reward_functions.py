@@ -24,6 +24,8 @@ BUILT_IN = {
     "regex": "gdpo_nemo.environments.tasks.answers:regex",
     "json_schema": "gdpo_nemo.environments.tasks.answers:json_schema",
     "length": "gdpo_nemo.environments.tasks.answers:length",
+    "length_band": "gdpo_nemo.environments.tasks.answers:length_band",
+    "distinct": "gdpo_nemo.environments.tasks.answers:distinct",
     "llm_judge": "gdpo_nemo.environments.tasks.judge:LlmJudge",
     "http": "gdpo_nemo.environments.tasks.http_reward:HttpReward",
     "reward_model": "gdpo_nemo.environments.tasks.reward_model:Scorer",
@@ -86,7 +88,7 @@ class Functions(Environment):
     A function is specified by one of
 
     * an import path (``file.py:name``, ``package.module.name``),
-    * a built-in name (regex, json_schema, length, llm_judge, http, reward_model),
+    * a built-in name (regex, json_schema, length, length_band, distinct, llm_judge, http, reward_model),
     * the URL of a reward server (``HttpReward``),
     * or ``{function: ..., <argument>: <value>, ...}``.
 
