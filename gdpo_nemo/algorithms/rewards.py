@@ -19,8 +19,8 @@ function is named by its import path and called as (values, context, **options).
 Rules for the same component are applied in the order of the list. A condition reads the other component after all rules
 for it, regardless of their position in the list, and so does `shortest`. Cyclic conditions are an error. `length`,
 `overlong`, `shortest` and custom rules create their component, with zeros, if no environment provides it. Otherwise
-`overlong` adds to the component, and `length` and `shortest` replace it. A missing reward stays missing, and a condition
-on a missing reward gives a missing reward. KL to the reference is not a component: see `compute_advantages`.
+`overlong` adds to the component, and `length` and `shortest` replace it. A missing reward stays missing, and a
+condition on a missing reward gives a missing reward. KL to the reference is not a component: see `compute_advantages`.
 """
 
 from __future__ import annotations

@@ -294,7 +294,7 @@ def test_the_head_servers_configuration_names_servers_and_agents():
         ({**SERVERS, "rewards": [{"name": "x", "pat": "x"}]}, "unknown key 'pat'; did you mean 'path'"),
         ({**SERVERS, "rewards": [{"name": "x", "missing": "0"}]}, "rewards.x.missing: '0' is not one of error, mask, "
                                                                   "zero"),
-        ({**SERVERS, "rewards": [{"name": "x/*", "missing": "zero"}]}, "rewards.x/*.missing: zero is not supported for"),
+        ({**SERVERS, "rewards": [{"name": "x/*", "missing": "zero"}]}, "rewards.x/*.missing: zero is not supported"),
         ({**SERVERS, "rewards": [{"name": "x", "weight": "1"}]}, "rewards.x.weight: must be a number"),
         ({**SERVERS, "rewards": [{"name": "x"}, {"name": "x"}]}, "'x' is listed twice"),
         ({**SERVERS, "rewards": [{"name": "x", "servers": ["two"]}]}, "rewards.x.servers: servers has no entry 'two'"),

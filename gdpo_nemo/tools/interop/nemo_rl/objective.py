@@ -127,13 +127,12 @@ def _rewards(recipe: Recipe, findings: Findings) -> None:
             f"env.{env_name(recipe)}.math_verify_impl",
             "only the answer inside the answer tags is compared; NeMo-RL searches the whole completion",
         )
-    of_lengths, coefficients = length_components(recipe, findings)
-    rewards |= coefficients
     rules = [*_scaling(recipe, names), *_lengths(recipe, findings, names)]
-    if rules and of_lengths:
-        findings.differs("grpo.length_penalty", "lengths are compared after reward_scaling and reward_shaping")
-    if rules or of_lengths:
-        findings.set("gdpo.shaping", [*rules, *of_lengths], "from the rewards' scaling, shaping and length penalty")
+    of_lengths, coefficients = length_components(recipe, findings, bool(rules))
+    rules += of_lengths
+    rewards |= coefficients
+    if rules:
+        findings.set("gdpo.shaping", rules, "from reward_scaling, reward_shaping and length_penalty")
     workers = recipe.get(f"env.{env_name(recipe)}.num_workers")
     if workers:
         findings.set("rollout.env_workers", workers, f"env.{env_name(recipe)}.num_workers")

@@ -70,8 +70,14 @@ LENGTH_PENALTY = expanded([
 ], f"{_SECTION}.")  # fmt: skip
 
 
-def length_components(recipe: Recipe, findings: Findings) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """Return the shaping rules and the weights of the components for the length penalty."""
+def length_components(
+    recipe: Recipe, findings: Findings, shaped: bool
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """Return the shaping rules and the weights of the components for the length penalty.
+
+    Args:
+        shaped: True if the recipe has other shaping rules.
+    """
     found = _coefficients(recipe) if _is_active(recipe) else {}
     rules = []
     weights = {}
@@ -79,6 +85,8 @@ def length_components(recipe: Recipe, findings: Findings) -> tuple[list[dict[str
         component, options = _SUPPORTED[name]
         rules.append({"component": component, "shortest": {**_CORRECT, **options}})
         weights[component] = coefficient
+    if rules and shaped:
+        findings.differs(_SECTION, "lengths are compared after reward_scaling and reward_shaping")
     if any(name.endswith("bonus") for name in found):
         findings.differs(_SECTION, "samples of equal length share the bonus; NeMo-RL gives it to the first")
     if sum(found.values()) > 1:
