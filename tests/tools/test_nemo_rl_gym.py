@@ -207,10 +207,11 @@ def test_the_submodule_of_a_nemo_rl_checkout_is_found_and_a_wrong_folder_is_one_
     assert "weather.yaml is not valid YAML" in capsys.readouterr().err
 
 
-def penalized(folder: Path, estimator: str = "grpo", **penalties):
-    penalty = json.dumps({"default": {"enabled": True, **penalties}})
+def penalized(folder: Path, estimator: str = "grpo", rewards: dict | None = None, **penalties):
+    penalty = json.dumps({"default": {"enabled": True, **penalties}}) if penalties else "null"
     estimator = f"{{name: {estimator}, reward_weights: {'null' if estimator == 'grpo' else [1.0, 0.5, 0.25]}}}"
     change = f"grpo: {{adv_estimator: {estimator}, length_penalty: {penalty}}}"
+    change += f"\nreward_penalties: {json.dumps(rewards or {})}"
     return translate(make_recipe(folder, change), make_checkout(folder / "Gym"))
 
 
@@ -248,3 +249,41 @@ def test_length_penalty_has_no_effect_on_components_of_gdpo(tmp_path):
 def test_differences_of_length_penalties_are_reported(tmp_path, penalties, key, reason):
     translation = penalized(tmp_path, **penalties)
     assert translation.status == DIFFERS and reason in translation.differences[key], translation.summary()
+
+
+PENALTIES = {
+    "penalize_duplicated_reasoning": True,
+    "penalize_empty_final_answer": True,
+    "penalize_unwanted_tokens": True,
+    "token_ids": {"unwanted": [2], "think_open": 12, "think_close": 13},
+}
+
+
+def test_reward_penalties_become_a_condition_on_a_component(tmp_path):
+    translation = penalized(tmp_path, rewards=PENALTIES)
+    assert translation.status == SAME, translation.summary()
+    assert translation.content["gdpo"]["rewards"] == {"reward": 1.0}
+    assert translation.content["gdpo"]["shaping"] == [
+        {"component": "reward", "condition": {"on": "well_formed", "ge": 1.0}}
+    ]
+    options = translation.content["env"]["nemo_gym"]
+    assert options["well_formed"] == {"repeated_reasoning": True, "empty_answer": True, "unwanted_tokens": [2]}
+    ours = tmp_path / "ours.yaml"
+    ours.write_text(translation.to_text("recipe"))
+    validate(load_config(ours))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "tokens", "checks", "reason"),
+    [
+        ("grpo", PENALTIES["token_ids"], {"think_tokens": [12, 13]}, "spelled with several tokens"),
+        ("grpo", None, None, "set reward_penalties.token_ids.think_open and think_close"),
+        ("gdpo", PENALTIES["token_ids"], None, "NeMo-RL sets the sum of the rewards to 0, and refuses a sample"),
+    ],
+)
+def test_differences_of_reward_penalties_are_reported(tmp_path, estimator, tokens, checks, reason):
+    rewards = {"penalize_malformed_think_tag": True, "token_ids": tokens}
+    translation = penalized(tmp_path, estimator, rewards)
+    assert translation.status == DIFFERS
+    assert reason in translation.differences["reward_penalties.penalize_malformed_think_tag"]
+    assert translation.content["env"]["nemo_gym"].get("well_formed") == checks

@@ -12,7 +12,7 @@ from gdpo_nemo.tools.interop.nemo_rl import algorithms
 from gdpo_nemo.tools.interop.nemo_rl.algorithms import of_validation
 from gdpo_nemo.tools.interop.nemo_rl.gym import uses_gym
 from gdpo_nemo.tools.interop.nemo_rl.more_keys import DATA, GENERATION, REST, variable_rules
-from gdpo_nemo.tools.interop.nemo_rl.penalties import LENGTH_PENALTY
+from gdpo_nemo.tools.interop.nemo_rl.penalties import PENALTIES
 from gdpo_nemo.tools.interop.nemo_rl.recipe import Recipe
 from gdpo_nemo.tools.interop.translation import (
     Act,
@@ -424,7 +424,7 @@ MEGATRON = _lora_rules(f"{_MEGATRON}.peft") + expanded(variable_rules(_MEGATRON)
      idle("affects only speed, storage or logs")),
 ], f"{_MEGATRON}.")  # fmt: skip
 
-RULES: list[tuple[str, Act]] = [*LENGTH_PENALTY, *GRPO, *LOSS, *MEGATRON, *GENERATION, *POLICY, *DATA, *REST]
+RULES: list[tuple[str, Act]] = [*PENALTIES, *GRPO, *LOSS, *MEGATRON, *GENERATION, *POLICY, *DATA, *REST]
 """(key or pattern, rule)"""
 
 
