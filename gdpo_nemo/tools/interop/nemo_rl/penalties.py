@@ -1,7 +1,7 @@
 """Translation of NeMo-RL's penalties for NeMo Gym's samples: ``grpo.length_penalty`` and ``reward_penalties``.
 
 NeMo-RL changes the reward of a sample, which is the sum of its components. Here, the length penalty of a group is a
-component of its own (`shortest` of ``gdpo.shaping``) with the coefficient as its weight. With an estimator of the sum,
+separate component (`shortest` of ``gdpo.shaping``) with the coefficient as its weight. With an estimator of the sum,
 such as grpo, the advantages are the same. With gdpo, NeMo-RL's length penalty has no effect on the components. A reward
 penalty sets the reward to 0 on the condition of the component ``well_formed`` of the environment ``nemo_gym_agent``.
 """
@@ -68,7 +68,7 @@ _LENGTH_PENALTY = expanded([
     ("agent_overrides*", _active(missing("settings of single agents are not supported"))),
     ("profile_band*", _active(missing("a band multiplies rewards; use the reward function length_band"))),
     ("*", _active(missing("length penalties are not supported; define one in gdpo.shaping"))),
-], f"{_SECTION}.") + [(_SECTION, idle("there is no length penalty"))]  # fmt: skip
+], f"{_SECTION}.") + [(_SECTION, idle("the recipe has a length penalty only with keys in this section"))]  # fmt: skip
 
 
 _FLAGS = {
@@ -92,7 +92,7 @@ _REWARD_PENALTIES = expanded([
                 "component well_formed of nemo_gym_agent"))),
     ("token_ids*", idle("applies only to the reward penalties, which are reported separately")),
     ("*", missing("this penalty is not supported; define a reward component")),
-], "reward_penalties.") + [("reward_penalties", idle("there are no penalties"))]  # fmt: skip
+], "reward_penalties.") + [("reward_penalties", idle("the recipe has penalties only with keys in this section"))]  # fmt: skip
 
 
 PENALTIES = [*_LENGTH_PENALTY, *_REWARD_PENALTIES]
