@@ -68,7 +68,7 @@ _LENGTH_PENALTY = expanded([
     ("agent_overrides*", _active(missing("settings of single agents are not supported"))),
     ("profile_band*", _active(missing("a band multiplies rewards; use the reward function length_band"))),
     ("*", _active(missing("length penalties are not supported; define one in gdpo.shaping"))),
-], f"{_SECTION}.") + [(_SECTION, idle("the recipe has a length penalty only with keys in this section"))]  # fmt: skip
+], f"{_SECTION}.") + [(_SECTION, idle("the section is empty"))]  # fmt: skip
 
 
 _FLAGS = {
@@ -92,7 +92,7 @@ _REWARD_PENALTIES = expanded([
                 "component well_formed of nemo_gym_agent"))),
     ("token_ids*", idle("applies only to the reward penalties, which are reported separately")),
     ("*", missing("this penalty is not supported; define a reward component")),
-], "reward_penalties.") + [("reward_penalties", idle("the recipe has penalties only with keys in this section"))]  # fmt: skip
+], "reward_penalties.") + [("reward_penalties", idle("the section is empty"))]  # fmt: skip
 
 
 PENALTIES = [*_LENGTH_PENALTY, *_REWARD_PENALTIES]
