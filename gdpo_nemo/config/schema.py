@@ -146,8 +146,8 @@ class GdpoConfig:
     that is not error. Rewards with error rates are corrected before shaping: (r - fp) / (1 - fp - fn)."""
     shaping: list[dict[str, Any]] = field(default_factory=list)
     """Transformations of reward components, applied in this order before the advantages are computed: clip, scale,
-    linear, condition, length, overlong, truncated. Example: `{component: length, condition: {on: correctness, ge:
-    1.0}}`."""
+    linear, condition, length, overlong, truncated, shortest. Example: `{component: length, condition: {on: correctness,
+    ge: 1.0}}`."""
     batch_norm: bool | None = None
     """Standardize the advantages over all sequences of the batch that have a training signal. The GDPO paper and
     `preset: paper` use all sequences. Null: as published."""

@@ -119,4 +119,18 @@ ENVIRONMENTS = (
         "training/test_resume.py::test_a_complete_run_names_the_key_to_raise",
         "a run that is started again after its last step trains nothing",
     ),
+    mutant(
+        "environments/nemo_gym/evaluations.py",
+        "rewards[member(family, name)] = None if score is None else finite_number(score, subject)",
+        "rewards[member(family, name)] = 0.0 if score is None else finite_number(score, subject)",
+        "environments/test_nemo_gym.py::test_the_evaluations_in_a_reply_are_the_criteria_of_a_family",
+        "a criterion that a server could not judge has no reward",
+    ),
+    mutant(
+        "environments/tasks/answers.py",
+        "rewards.append(None if sizes[prompt] < 2 else unique / max(1, len(grams)))",
+        "rewards.append(unique / max(1, len(grams)))",
+        "environments/test_reward_functions.py::test_distinct_is_the_share_of_ngrams_that_no_other_sample_of_the_prompt_has",
+        "a sample that is retried alone is not compared with anything",
+    ),
 )
