@@ -28,13 +28,13 @@ ENVIRONMENTS = (
     ),
     mutant(
         "environments/tasks/judge.py",
-        "self._record.add(None if isinstance(self._read(reply), Failure) else key, reply)",
+        "self._record.add(None if isinstance(result, Failure) else key, reply)",
         "self._record.add(key, reply)",
         "environments/test_judge.py::test_reply_without_every_score_masks_the_sample_and_is_not_reused",
         "an unreadable reply is requested again",
     ),
     mutant(
-        "environments/tasks/judge.py",
+        "environments/tasks/judge_model.py",
         '"max_calls": self._calls + self._reserved + calls - 1,',
         '"max_calls": self._reserved + calls - 1,',
         "environments/test_judge.py::test_run_ends_before_the_call_that_exceeds_the_budget_also_after_a_restart",
