@@ -29,8 +29,8 @@ def judge_lines(resolved: Resolved) -> list[tuple[str, str]]:
             held_out = _validation_groups(config.gdpo) if _uses(config.data.validation, name) else 0
             validation = config.gdpo.val_generations_per_prompt
             run += judge.requests * (held_out or 0) * (1 if judge.by_group else validation)
-            calls = "calls per criterion of a row" if judge.by_criterion else "calls"
-            text = f"{judge.key}: at most {step:,} {calls} per step and {run:,} in the run"
+            subject = "for each criterion of a row, " if judge.by_criterion else ""
+            text = f"{judge.key}: {subject}at most {step:,} calls per step and {run:,} in the run"
             text += ", plus validations" if held_out is None else ""
             if judge.tokens is None:
                 tokens = "the replies have no token limit (max_tokens)"

@@ -226,7 +226,7 @@ class Judge(Environment):
         observed: dict[str, list[float]] = {}
         noise: dict[str, list[float]] = {}
         for inquiry, keys in zip(inquiries, votes):
-            graded = [_grades(inquiry, [replies[key] for key in vote]) for vote in keys]
+            graded = [_grades(inquiry, vote, replies) for vote in keys]
             _observe(graded, observed)
             complete = all_or_failure(graded)
             for place, sample in enumerate(inquiry.samples):
@@ -273,10 +273,13 @@ class Judge(Environment):
         return answers, made
 
 
-def _grades(inquiry: Inquiry[Any], replies: Sequence[Reply | Failure]) -> list[Grade] | Failure:
-    """Return the grades of one vote, given the reply to each question."""
+def _grades(
+    inquiry: Inquiry[Any], keys: Sequence[str], replies: Mapping[str, Reply | Failure]
+) -> list[Grade] | Failure:
+    """Return the grades of one vote, given the key of each question and the replies by key."""
     results = []
-    for question, reply in zip(inquiry.questions, replies):
+    for question, key in zip(inquiry.questions, keys):
+        reply = replies[key]
         results.append(reply if isinstance(reply, Failure) else question.read(reply.text))
     complete = all_or_failure(results)
     return complete if isinstance(complete, Failure) else inquiry.grade(complete)

@@ -98,9 +98,10 @@ class Ranking:
         reference = column(prompt, self._reference) if self._reference else None
         orders = self._orders_of(prompt_text(prompt), answers)
         questions = []
+        parts = self._rubric.parts(prompt.id, criteria)
         for order in orders:
             shown = dict(zip(map(str, range(1, len(order) + 1)), order))
-            for part in self._rubric.parts(prompt.id, criteria):
+            for part in parts:
                 request = chat(
                     self.system,
                     prompt=prompt_text(prompt),

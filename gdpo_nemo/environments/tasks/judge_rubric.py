@@ -226,16 +226,17 @@ class RubricVerdicts:
     def inquiries(self, trajectories: Sequence[Trajectory]) -> list[Inquiry[dict[str, _Verdict]]]:
         """Return one inquiry per sample. Raises ConfigError if a rubric is invalid."""
         found = []
-        rubrics: dict[str, Mapping[str, Criterion]] = {}
+        rubrics: dict[str, tuple[Mapping[str, Criterion], list[Part]]] = {}
         for index, trajectory in enumerate(trajectories):
             prompt = trajectory.prompt
             if prompt.id not in rubrics:
-                rubrics[prompt.id] = self._rubric.of(prompt)
-            found.append(self._inquiry(index, trajectory, rubrics[prompt.id]))
+                criteria = self._rubric.of(prompt)
+                rubrics[prompt.id] = criteria, self._rubric.parts(prompt.id, criteria)
+            found.append(self._inquiry(index, trajectory, *rubrics[prompt.id]))
         return found
 
     def _inquiry(
-        self, index: int, trajectory: Trajectory, criteria: Mapping[str, Criterion]
+        self, index: int, trajectory: Trajectory, criteria: Mapping[str, Criterion], parts: Sequence[Part]
     ) -> Inquiry[dict[str, _Verdict]]:
         def grade(results: Sequence[dict[str, _Verdict]]) -> list[Grade]:
             verdicts = {component: verdict for result in results for component, verdict in result.items()}
@@ -248,10 +249,10 @@ class RubricVerdicts:
             "reference": column(prompt, self._reference) if self._reference else None,
         }
         questions = []
-        for part in self._rubric.parts(prompt.id, criteria):
+        for part in parts:
             request = chat(self.system, **material, criteria=part.material(with_scales=True))
             questions.append(Question(request, partial(_read, part)))
-        return Inquiry([index], questions, grade, self._rubric.from_row(criteria))
+        return Inquiry([index], questions, grade, criteria)
 
 
 def _read(part: Part, text: str) -> dict[str, _Verdict] | Failure:
@@ -289,7 +290,7 @@ def _quotes(given: Any, place: str) -> tuple[str, ...]:
     quotes = [given] if isinstance(given, str) else [] if given is None else given
     if not isinstance(quotes, list) or not all(isinstance(quote, str) for quote in quotes):
         raise InvalidReply(f"{place}: the judge's quotes must be texts, got {printable(str(given), 40)!r}")
-    return tuple(quote for quote in quotes if quote.strip())
+    return tuple(dict.fromkeys(quote for quote in quotes if quote.strip()))
 
 
 def _grade(verdicts: Mapping[str, _Verdict], text: str) -> Grade:
@@ -299,7 +300,7 @@ def _grade(verdicts: Mapping[str, _Verdict], text: str) -> Grade:
     for component, verdict in verdicts.items():
         spans = []
         for quote in verdict.quotes:
-            places = [found.span() for found in re.finditer(re.escape(quote), text)]
+            places = _places(quote, text)
             absent.append(float(not places))
             spans += places
         if spans and verdict.reward is not None:
@@ -307,3 +308,17 @@ def _grade(verdicts: Mapping[str, _Verdict], text: str) -> Grade:
     if absent:
         grade.observed["judge/absent_quotes"] = absent
     return grade
+
+
+def _places(quote: str, text: str) -> list[tuple[int, int]]:
+    """Return the ranges of characters in which a quote occurs. Adjacent ranges are joined."""
+    places: list[tuple[int, int]] = []
+    start = text.find(quote)
+    while start >= 0:
+        end = start + len(quote)
+        if places and places[-1][1] == start:
+            places[-1] = places[-1][0], end
+        else:
+            places.append((start, end))
+        start = text.find(quote, end)
+    return places
