@@ -41,6 +41,20 @@ ENVIRONMENTS = (
         "calls of earlier starts count against the budget",
     ),
     mutant(
+        "environments/tasks/judge_rubric.py",
+        "                if component in found:\n",
+        "                if False:\n",
+        "environments/test_judge_rubric.py::test_every_other_reply_fails_its_sample_in_one_line_and_is_not_reused",
+        "a criterion has one verdict",
+    ),
+    mutant(
+        "environments/tasks/judge_ranking.py",
+        "orders.append(order[:: -1 if number % 2 else 1])",
+        "orders.append(order)",
+        "environments/test_judge_ranking.py::test_preference_for_a_position_cancels",
+        "the second order reverses the first",
+    ),
+    mutant(
         "utils/user_modules.py",
         "if _is_in_folder(place, top):",
         "if top not in sys.modules and _is_in_folder(place, top):",
