@@ -1,5 +1,7 @@
 import json
+from dataclasses import replace
 from itertools import permutations
+from pathlib import Path
 
 import pytest
 from environment_samples import trajectory
@@ -7,14 +9,19 @@ from judge_server import JudgeServer
 
 from gdpo_nemo.algorithms.rubrics import Criterion
 from gdpo_nemo.commands import cli
+from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import DatasetConfig
-from gdpo_nemo.data.records import Outcome
+from gdpo_nemo.data.records import Group, Outcome
 from gdpo_nemo.data.rows import load_rows
 from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.execution.pool import EnvironmentPool
 from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.environments.tasks.judge import requests_of
+from gdpo_nemo.rollouts.batches import apply_verdicts
+from gdpo_nemo.rollouts.credit import advantages_of
 from gdpo_nemo.utils.errors import ConfigError
+
+TINY = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 
 RUBRIC = [
     {"id": "sun", "criterion": "mentions the sun", "weight": 2, "required": True},
@@ -66,6 +73,21 @@ def test_order_of_the_criteria_and_their_ids_do_not_change_the_requests(server, 
     anonymous = [{name: value for name, value in entry.items() if name != "id"} for entry in RUBRIC[::-1]]
     [verdict] = judged(server, [trajectory(ANSWER, rubric=anonymous)], tmp_path)
     assert list(verdict.rewards.values()) == list(REWARDS.values())[::-1] and len(server.requests) == 1
+
+
+def test_advantages_of_a_judge_do_not_depend_on_the_order_of_criteria_and_samples(server, tmp_path):
+    settings = load_config(TINY, ["gdpo.rewards={rubric/*: 1}", "gdpo.num_generations_per_prompt=4"])
+    texts = ["sun, moon", "rain", "sun, rain, moon, moon", "moon"]
+    found = []
+    for rubric, order in ((RUBRIC, (0, 1, 2, 3)), (RUBRIC[::-1], (2, 0, 3, 1))):
+        rows = [trajectory(texts[place], rubric=rubric, index=i) for i, place in enumerate(order)]
+        rows = [replace(row, prompt=rows[0].prompt) for row in rows]
+        with EnvironmentPool({"env": options(server)}, run_folder=tmp_path) as pool:
+            apply_verdicts(rows, pool)
+        advantages = advantages_of([Group(rows[0].prompt, rows)], settings).values.tolist()
+        found.append(dict(zip((row.text for row in rows), advantages)))
+    assert found[0] == pytest.approx(found[1], abs=1e-6) and len(set(found[0].values())) > 1
+    assert len(server.requests) == 4 and found[0]["rain"] < 0
 
 
 def test_rubric_prompt_answer_and_reference_are_json_strings(server):
