@@ -28,17 +28,31 @@ ENVIRONMENTS = (
     ),
     mutant(
         "environments/tasks/judge.py",
-        "self._record.add(None if isinstance(self._read(reply), Failure) else key, reply)",
+        "self._record.add(None if isinstance(result, Failure) else key, reply)",
         "self._record.add(key, reply)",
         "environments/test_judge.py::test_reply_without_every_score_masks_the_sample_and_is_not_reused",
         "an unreadable reply is requested again",
     ),
     mutant(
-        "environments/tasks/judge.py",
+        "environments/tasks/judge_model.py",
         '"max_calls": self._calls + self._reserved + calls - 1,',
         '"max_calls": self._reserved + calls - 1,',
         "environments/test_judge.py::test_run_ends_before_the_call_that_exceeds_the_budget_also_after_a_restart",
         "calls of earlier starts count against the budget",
+    ),
+    mutant(
+        "environments/tasks/judge_rubric.py",
+        "                if component in found:\n",
+        "                if False:\n",
+        "environments/test_judge_rubric.py::test_every_other_reply_fails_its_sample_in_one_line_and_is_not_reused",
+        "a criterion has one verdict",
+    ),
+    mutant(
+        "environments/tasks/judge_ranking.py",
+        "orders.append(order[:: -1 if number % 2 else 1])",
+        "orders.append(order)",
+        "environments/test_judge_ranking.py::test_preference_for_a_position_cancels",
+        "the second order reverses the first",
     ),
     mutant(
         "utils/user_modules.py",
