@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from gdpo_nemo.algorithms.component_weights import check_component_weights
 from gdpo_nemo.algorithms.loss_selection import (
     Functions,
@@ -19,8 +21,9 @@ from gdpo_nemo.algorithms.loss_selection import (
 from gdpo_nemo.algorithms.loss_settings import LossSettings
 from gdpo_nemo.algorithms.preference_objectives import PREFERENCES
 from gdpo_nemo.algorithms.rewards import check_shaping, creates, parse_condition, rule_name
-from gdpo_nemo.algorithms.selection import check_selection
-from gdpo_nemo.algorithms.table import with_array_hint
+from gdpo_nemo.algorithms.selection import check_selection, run_estimator, select
+from gdpo_nemo.algorithms.table import build_table, with_array_hint
+from gdpo_nemo.algorithms.weighting_rules import read_rule, rule_of
 from gdpo_nemo.config.algorithm_choice import (
     ALGORITHMS,
     TRAINED,
@@ -52,6 +55,7 @@ def check_learning(config: Config, algorithm: AlgorithmSpec) -> None:
     check_reward_weights(config)
     check_estimator(config.gdpo)
     _check_component_weights(config.gdpo)
+    _check_weighting(config, algorithm)
     _check_credit(config, algorithm)
     _check_component_gradients(config)
 
@@ -203,6 +207,53 @@ def _check_component_weights(gdpo: GdpoConfig) -> None:
     changed = {*gdpo.constraints, *gdpo.schedules}
     if changed:
         check_estimator(replace(gdpo, rewards={name: w * (name not in changed) for name, w in gdpo.rewards.items()}))
+
+
+def _check_weighting(config: Config, algorithm: AlgorithmSpec) -> None:
+    """Check ``gdpo.weighting``. Raises ConfigError if the rule is invalid, has no effect or lacks what it reads."""
+    gdpo = config.gdpo
+    try:
+        name = rule_of(gdpo.weighting)
+        rule = read_rule(gdpo.weighting, tuple(gdpo.rewards))
+    except ValueError as error:
+        raise ConfigError(f"gdpo.{error}") from None
+    if not name:
+        return
+    _check_import_path("gdpo.weighting", name)
+    if len(gdpo.rewards) < 2:
+        raise ConfigError("gdpo.weighting: requires at least two components in gdpo.rewards")
+    if rule is None:
+        return
+    if rule.reads_gradients and not gdpo.component_gradient_period:
+        raise ConfigError(f"gdpo.weighting: {name} requires gdpo.component_gradient_period, such as 10")
+    if rule.reads_advantages and algorithm.head == "value":
+        raise ConfigError(f"gdpo.weighting: {name} requires the advantages of an estimator, which PPO does not have")
+    if is_import_path(gdpo.estimator):
+        return
+    if rule.is_common and _cancels_common_factor(gdpo):
+        raise ConfigError(
+            f"gdpo.weighting: {name} multiplies all weights by one factor, which gdpo.estimator {gdpo.estimator} "
+            "cancels; use gdpo.batch_norm: false, or the estimator dr_grpo or rloo"
+        )
+    if rule.can_be_zero:
+        # Factors may be 0 for all components but one.
+        only = next(name for name in gdpo.rewards)
+        check_estimator(replace(gdpo, rewards={name: weight * (name == only) for name, weight in gdpo.rewards.items()}))
+
+
+def _cancels_common_factor(gdpo: GdpoConfig) -> bool:
+    """Return True if twice the weights of all components give the same advantages."""
+    entry, settings, options = select(gdpo.estimator, gdpo.preset, gdpo.batch_norm, gdpo.epsilon, gdpo.options)
+    if settings.batch_norm:
+        return True
+    draw = np.random.default_rng(0)
+    columns = {name: draw.random(8) for name in gdpo.rewards}
+    values = {}
+    for factor in (1.0, 2.0):
+        weights = {name: factor * (weight or 1.0) for name, weight in gdpo.rewards.items()}
+        table = build_table(columns, [0, 0, 0, 0, 1, 1, 1, 1], weights, lengths=[4] * 8)
+        values[factor] = run_estimator(entry, table, settings, options, gdpo.estimator).values
+    return bool(np.allclose(values[1.0], values[2.0], rtol=1e-3))
 
 
 def _check_loss(config: Config, algorithm: AlgorithmSpec) -> None:

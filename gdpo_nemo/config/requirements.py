@@ -288,6 +288,11 @@ REQUIREMENTS = (
         lambda c: not c.gdpo.constraints,
         "conflicts with gdpo.constraints, because the mean of the trained samples would not be the mean of all samples",
     ),
+    Requires(
+        f"{_DYNAMIC}.enabled {_REPLAYED}",
+        lambda c: not c.gdpo.weighting,
+        "conflicts with gdpo.weighting, whose factors come from all new samples of the step",
+    ),
     # Data
     Requires(
         "data.train.strided data.validation.strided",

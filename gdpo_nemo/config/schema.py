@@ -134,6 +134,10 @@ class GdpoConfig:
     """Weights of reward components by step, as lists of [step, weight]: `{format: [[50, 1.0], [100, 0.2]]}`. The weight
     is linear between the points, starts at step 1 with the weight in `rewards`, and is constant after the last
     point."""
+    weighting: dict[str, Any] = field(default_factory=dict)
+    """Rule that multiplies the weights of reward components by factors, which it computes in each step, and options of
+    the rule: `{rule: saw}`. Rules: saw, ctwa, pow3r, hypervolume, tchebycheff, gradnorm, mgda, influence, or the import
+    path of a user-defined function (`file.py:name`). See docs/weighting.md."""
     shaping: list[dict[str, Any]] = field(default_factory=list)
     """Transformations of reward components, applied in this order before the advantages are computed: clip, scale,
     linear, condition, length, overlong, truncated. Example: `{component: length, condition: {on: correctness, ge:

@@ -94,7 +94,7 @@ def advantages_of(
         RunError: if no trajectory has a reward with a weight, or a custom estimator fails or returns non-finite values.
     """
     trajectories = trajectories_of(groups)
-    ids = np.repeat(_group_ids(groups, config.gdpo.group_by), [len(group.trajectories) for group in groups])
+    ids = trajectory_groups(groups, config.gdpo.group_by)
     valid = np.array([t.trains for t in trajectories])
     if config.gdpo.credit == "turn":
         rows = turn_rows(trajectories, _component_names(trajectories, config.gdpo), config.gdpo.discount)
@@ -161,6 +161,12 @@ def _compute(
         if custom is None:
             raise
         raise RunError(f"gdpo.estimator: {gdpo.estimator} raised {first_line(error)}") from error
+
+
+def trajectory_groups(groups: Sequence[Group], by: str) -> np.ndarray:
+    """Return the group of each trajectory with which it is compared (``gdpo.group_by``). Shape: int64
+    [trajectories]."""
+    return np.repeat(_group_ids(groups, by), [len(group.trajectories) for group in groups])
 
 
 def _group_ids(groups: Sequence[Group], by: str) -> np.ndarray:
