@@ -38,14 +38,16 @@ class Fading:
         self.running: dict[str, float] = {}
 
     def __call__(self, table: RewardTable, settings: Settings, newest: float = 0.1) -> Terms:
-        weights = table.weights.copy()
-        for k, name in enumerate(table.names):
-            if not table.present[k].any():
+        scores = table.by_score()  # one column per component; a family of criteria has its score
+        factors = dict.fromkeys(table.components, 1.0)
+        for name, column, present in zip(scores.names, scores.columns, scores.present):
+            if not present.any():
                 continue
-            mean = float(table.columns[k, table.present[k]].mean())
+            mean = float(column[present].mean())
             before = self.running.get(name, mean)
             self.running[name] = before + newest * (mean - before)
-            weights[k] *= np.exp(-abs(self.running[name] - self.first.setdefault(name, mean)))
+            factors[name] = np.exp(-abs(self.running[name] - self.first.setdefault(name, mean)))
+        weights = (table.weights.T * [factors[name] for name in table.names]).T
         return weighted_terms(*z_scores(table, settings), weights)
 
     def state(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ def opo(table: RewardTable, settings: Settings) -> Terms:
     """Return the terms of A = sum_k w_k (r_k - length-weighted mean of r_k in the group)."""
     groups = table.groups
     tokens = np.where(table.scored, table.lengths, 0.0)
-    weighted_rewards = table.columns * table.weights[:, None]
+    weighted_rewards = table.columns * table.row_weights
     group_tokens = np.maximum(groups.sum(tokens), 1.0)
     baselines = [groups.rows(groups.sum(rewards * tokens) / group_tokens) for rewards in weighted_rewards]
     has_signal = z_scores(table, settings)[1].any(axis=0)

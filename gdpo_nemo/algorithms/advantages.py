@@ -24,7 +24,7 @@ statistics per rank or per micro-batch would differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -63,7 +63,7 @@ class Advantages:
     `values` is the sum of these terms minus the KL in the reward, after the batch norm.
     """
     names: tuple[str, ...]
-    """Component names, in column order."""
+    """Component names, in column order. A family is one component."""
     has_signal: torch.Tensor
     """bool [sequences]. True for rows with a weighted component that is present and varies within the group."""
     _table: RewardTable = field(repr=False, compare=False)
@@ -73,6 +73,15 @@ class Advantages:
     """Batch norm of the advantages. None if there is none."""
     _find_advantaged: Callable[[], np.ndarray] | None = field(repr=False, compare=False, default=None)
     """Function that returns `has_advantage`, in the table's row order."""
+    _columns: np.ndarray | None = field(repr=False, compare=False, default=None)
+    """float64 [columns, sequences]: weighted term of each column of the table, in the table's row order."""
+
+    @cached_property
+    def criteria(self) -> dict[str, np.ndarray]:
+        """Weighted terms of each family's criteria: float64 [sequences, criteria]. `components` has their sum."""
+        assert self._columns is not None
+        put = self._table.groups.put
+        return {name: put(self._columns[part]).T for name, part in self._table.families.items()}
 
     @cached_property
     def diagnostics(self) -> Diagnostics:
@@ -125,6 +134,8 @@ def compute_advantages(
     trajectory_ids: Any = None,
     kl: Any = None,
     kl_coefficient: float | None = None,
+    criterion_weights: Mapping[str, Any] | None = None,
+    family_scale: str = "sum",
     estimator: str | Callable[..., Terms] = "gdpo",
     preset: str | None = None,
     batch_norm: bool | None = None,
@@ -146,7 +157,8 @@ def compute_advantages(
 
     Args:
         rewards: [sequences, components], with NaN for a missing reward. A mapping of component name to [sequences] is
-            also accepted, in which None also means a missing reward.
+            also accepted, in which None also means a missing reward. A component in the mapping may be a family with
+            the shape [sequences, criteria]: criterion j of a group is a component of this group only.
         group_ids: integers [sequences], equal for the samples of one prompt. Any order; groups may differ in size.
         weights: weight of each component, by name or in order; default 1. A component of weight 0 is only logged. A row
             whose rewards all have weight 0 is treated as a row without a reward.
@@ -156,6 +168,11 @@ def compute_advantages(
             compared with turns of the group's other trajectories. None: each row is a trajectory.
         kl: log-ratio of policy to reference, summed over each sequence [sequences]. NaN or None excludes a row.
         kl_coefficient: positive coefficient beta; required with `kl`.
+        criterion_weights: weights of each family's criteria [sequences, criteria], equal within a group, and 0 for
+            criteria that the group does not have. Default: 1 for criteria with a reward in the group. They multiply the
+            weight of the family.
+        family_scale: "sum" divides a group's criterion weights by the sum of their absolute values, so that a larger
+            rubric does not have more influence. "none" leaves them unchanged.
         estimator: a name in `ESTIMATORS`, or a custom function (table, settings, **options) -> `Terms`.
         preset: a name in `PRESETS`, a published variant of gdpo.
         batch_norm: standardise over the batch; None: as in the publication of the estimator.
@@ -167,7 +184,10 @@ def compute_advantages(
             existing name.
     """
     entry, settings, estimator_options = select(estimator, preset, batch_norm, epsilon, options)
-    table = build_table(rewards, group_ids, weights, valid, lengths, trajectory_ids=trajectory_ids)
+    table = build_table(
+        rewards, group_ids, weights, valid, lengths,
+        trajectory_ids=trajectory_ids, criterion_weights=criterion_weights, family_scale=family_scale,
+    )  # fmt: skip
     if settings.missing != "exclude":
         table = _fill_missing(table, settings)
     if kl is not None or kl_coefficient is not None:
@@ -178,13 +198,14 @@ def compute_advantages(
     put = table.groups.put
     return Advantages(
         values=torch.from_numpy(put(values)),
-        components=torch.from_numpy(put(terms.components).T),
-        names=table.names,
+        components=torch.from_numpy(put(table.by_component(terms.components)).T),
+        names=table.components,
         has_signal=torch.from_numpy(put(terms.has_signal)),
         _table=table,
         _epsilon=None if terms.total is not None else settings.epsilon,
         _scale=scale,
         _find_advantaged=partial(_advantaged_rows, table, settings, compute),
+        _columns=terms.components,
     )
 
 
@@ -209,7 +230,7 @@ def _scaled(
     table: RewardTable, terms: Terms, settings: Settings, compute: Callable[..., Terms]
 ) -> tuple[np.ndarray, BatchScale | None]:
     """Return the advantages, [sequences], and the scale of the batch norm, or None if it is not applied."""
-    as_grpo = settings.single_reward == "grpo" and np.count_nonzero(table.weights) == 1
+    as_grpo = settings.single_reward == "grpo" and len(table.weighted) == 1
     if not settings.batch_norm or as_grpo:
         return terms.values - _penalty(table, terms), None
     if _cancelled(table, terms, settings, compute):

@@ -46,6 +46,11 @@ def count_distinct(values: np.ndarray) -> int:
 
 METRICS = {
     "reward/NAME/mean": ("reward", "Mean of component NAME over the samples of the batch that have this reward"),
+    "reward/NAME/met": (
+        "share",
+        "Rewards of family NAME that are 1, or 0 for criteria with a negative weight: criteria that are met",
+        {"label": "met"},
+    ),
     "reward/NAME/std": ("reward", "Sample standard deviation of component NAME over the batch"),
     "reward/NAME/dead_groups": (
         "share",
@@ -109,6 +114,9 @@ class Diagnostics:
     """[components], smallest reward in the batch."""
     high: np.ndarray
     """[components], largest reward in the batch."""
+    met: np.ndarray
+    """[components], fraction of a family's rewards that are 1, or 0 for criteria with a negative weight. NaN for other
+    components."""
     dead_groups: np.ndarray
     """[components], fraction of the groups with this reward in which it is constant."""
     too_small: np.ndarray
@@ -151,7 +159,7 @@ class Diagnostics:
         row["advantage/distinct"] = float(self.distinct)
         row["advantage/distinct_if_summed"] = float(self.distinct_if_summed)
         for k, name in enumerate(self.names):
-            for key in ("mean", "std", "dead_groups", "missing", "weight", "effective_weight", "saturation"):
+            for key in ("mean", "std", "met", "dead_groups", "missing", "weight", "effective_weight", "saturation"):
                 row[f"reward/{name}/{key}"] = float(getattr(self, key)[k])
             if self.missing[k] == 1:
                 del row[f"reward/{name}/effective_weight"]
@@ -232,29 +240,29 @@ def diagnose(
     """Compute the diagnostics of one batch.
 
     Args:
-        terms: float64 [components, sequences], weighted terms in the table's row order.
+        terms: float64 [components, sequences], weighted terms in the table's row order. A family has one term.
         has_signal: bool [sequences], rows with a training signal.
         has_advantage: bool [sequences], see `Advantages.has_advantage`.
         values: float64 [sequences], advantages.
         epsilon: constant added to the deviations of components within their groups; None if no epsilon was added.
     """
-    present = table.present
-    count = present.sum(axis=1)
     dead = dead_groups(table)
-    having = np.stack([table.groups.sum(row) > 0 for row in present], axis=1)
+    having = np.stack([table.groups.sum(row) > 0 for row in table.present], axis=1)
+    count = table.by_component
     inhabited = table.groups.sum(table.valid) > 0
     alive = table.groups.sum(has_advantage) > 0
     correlation, conflicts, opposition = _pairs(terms)
     summed = grpo(table, Settings(batch_norm=False)).values
     with np.errstate(divide="ignore", invalid="ignore"):
         return Diagnostics(
-            names=table.names,
-            **column_statistics(table),
-            missing=1.0 - count / table.valid.sum(),
-            dead_groups=(dead & having).sum(axis=0) / having.sum(axis=0),
-            too_small=_too_small(table, dead),
+            names=table.components,
+            **column_statistics(table.by_score()),
+            missing=_missing(table),
+            met=_met(table),
+            dead_groups=count((dead & having).sum(axis=0)) / count(having.sum(axis=0)),
+            too_small=count(_too_small(table, dead)) > 0,
             all_dead=float(np.float64((~alive & inhabited).sum()) / inhabited.sum()),
-            weight=table.weights,
+            weight=table.component_weights,
             effective_weight=_variance_shares(terms[:, has_signal]),
             sign_conflicts=conflicts,
             opposition=opposition,
@@ -264,6 +272,29 @@ def diagnose(
             distinct=count_distinct(values[table.valid]),
             distinct_if_summed=count_distinct(summed[table.valid]),
         )
+
+
+def _missing(table: RewardTable) -> np.ndarray:
+    """Return the fraction of valid rows without each component's reward: [components]. In a family, each criterion of a
+    row counts."""
+    expected = np.broadcast_to(table.valid, table.present.shape)
+    if table.shares is not None:
+        expected = expected & (table.shares != 0)
+    count = table.by_component((table.present & expected).sum(axis=1))
+    return np.asarray(1.0 - count / table.by_component(expected.sum(axis=1)))
+
+
+def _met(table: RewardTable) -> np.ndarray:
+    """Return `Diagnostics.met`."""
+    met = np.full(len(table.components), np.nan)
+    for k, name in enumerate(table.components):
+        if name in table.families:
+            assert table.shares is not None
+            part = table.families[name]
+            judged = table.present[part] & (table.shares[part] != 0)
+            best = np.where(table.shares[part] > 0, 1.0, 0.0)
+            met[k] = (np.abs(table.columns[part] - best) <= CONSTANT_RANGE)[judged].mean() if judged.any() else np.nan
+    return met
 
 
 def column_statistics(table: RewardTable) -> dict[str, Any]:
@@ -289,11 +320,16 @@ def column_statistics(table: RewardTable) -> dict[str, Any]:
 def _shrinkage(table: RewardTable, dead: np.ndarray, epsilon: float | None) -> np.ndarray:
     """Return the fraction by which epsilon reduces the z-scores of each weighted component. NaN if the component varies
     in no group."""
-    share = np.full(len(table.names), np.nan)
-    for k in np.flatnonzero(table.weights) if epsilon is not None else ():
+    share = np.full(len(table.components), np.nan)
+    if epsilon is None:
+        return share
+    stds: dict[str, list[np.ndarray]] = {}
+    for k in table.weighted:
         if not dead[:, k].all():
-            std = np.median(moments(table.groups, table.columns[k], table.present[k]).std[~dead[:, k]])
-            share[k] = epsilon / (std + epsilon)
+            found = moments(table.groups, table.columns[k], table.present[k]).std[~dead[:, k]]
+            stds.setdefault(table.names[k], []).append(found)
+    for name, parts in stds.items():
+        share[table.components.index(name)] = epsilon / (np.median(np.concatenate(parts)) + epsilon)
     return share
 
 

@@ -25,7 +25,7 @@ class Terms:
     """Result of an estimator. The advantage of a row, before the batch norm, is the sum of its terms."""
 
     components: np.ndarray
-    """float64 [components, sequences], weighted term of each component."""
+    """float64 [columns, sequences], weighted term of each column of the table."""
     has_signal: np.ndarray
     """bool [sequences], True for rows with a training signal. A row whose terms cancel to 0 still has a signal."""
     total: np.ndarray | None = None
@@ -48,13 +48,15 @@ def z_scores(table: RewardTable, settings: Settings) -> tuple[np.ndarray, np.nda
     """Return z = (r - mean) / (std + epsilon) within each group, for each component separately (GDPO equation 4).
 
     Returns:
-        z, float64 [components, sequences], and bool [components, sequences] that is True in groups that vary. Both
-        arrays are 0 for components of weight 0.
+        z, float64 [columns, sequences], and bool [columns, sequences] that is True in groups that vary. Both arrays are
+        0 for columns of weight 0.
     """
     z = np.zeros_like(table.columns)
     has_signal = np.zeros(table.columns.shape, dtype=bool)
-    for k in np.flatnonzero(table.weights):
+    for k in table.weighted:
         z[k], has_signal[k] = _z_score(table, k, settings)
+    if table.families:
+        has_signal &= table.weights != 0
     return z, has_signal
 
 
@@ -62,7 +64,7 @@ def _z_score(table: RewardTable, k: int, settings: Settings) -> tuple[np.ndarray
     groups = table.groups
     present = table.present[k]
     stats = moments(groups, table.columns[k], present, settings.ddof, settings.exact_zero)
-    z = stats.deviation * _factor(groups, _scale(table.columns[k][present], stats, settings), stats, settings)
+    z = stats.deviation * _factor(groups, _scale(table.batch_values(k), stats, settings), stats, settings)
     # The z-score of a value that equals the group mean is rounding noise, whose sign depends on the order of the rows.
     z[np.abs(z) < ROUNDING] = 0.0
     if settings.singleton == "raw":
@@ -121,16 +123,16 @@ def weighted_terms(z: np.ndarray, has_signal: np.ndarray, weights: np.ndarray) -
     Args:
         z: scores, float64 [components, sequences].
         has_signal: bool [components, sequences], True if the score comes from a group that varies.
-        weights: float64 [components].
+        weights: float64 [components], or [components, sequences] as in a table with families.
     """
-    z *= weights[:, None]
+    z *= weights if weights.ndim == 2 else weights[:, None]
     return Terms(z, np.asarray(has_signal.any(axis=0)))
 
 
 def gdpo(table: RewardTable, settings: Settings) -> Terms:
     """A = sum_k w_k z_k. Normalise each reward within its group, then apply the weights (arXiv 2601.05242, equations 4,
     5, 7)."""
-    weighted = np.flatnonzero(table.weights)
+    weighted = table.weighted
     if len(weighted) == 1 and settings.single_reward == "error":
         only = table.names[weighted[0]]
         raise ValueError(
@@ -160,11 +162,10 @@ def _summed(table: RewardTable, settings: Settings, scale: Callable[..., np.ndar
         factor = _factor(groups, _scale(total[scored], stats, settings), stats, settings)
     else:
         factor = groups.rows(np.where(stats.constant, 0.0, scale(stats, settings)))
-    shares = table.columns * table.weights[:, None]
+    shares = table.columns * table.row_weights
     for share in shares:
         share -= groups.baseline(share, scored)
         share *= factor
-        share[~scored] = 0.0
         share[~scored] = 0.0
     return Terms(shares, scored & groups.rows(~stats.constant), stats.deviation * factor, holds_kl=True)
 
@@ -220,7 +221,7 @@ def reinforce_plus_plus(table: RewardTable, settings: Settings, minus_baseline: 
     total, scored = table.total()
     if table.kl_penalty is not None:
         total = total - table.kl_penalty
-    shares = table.columns * table.weights[:, None]
+    shares = table.columns * table.row_weights
     return Terms(shares, scored, np.where(scored, total, 0.0), holds_kl=True, batch_baseline=settings.batch_norm)
 
 
@@ -232,7 +233,8 @@ def mo_grpo(table: RewardTable, settings: Settings) -> Terms:
 def gd2po(table: RewardTable, settings: Settings, mode: str = "hard", tau: float = 0.2) -> Terms:
     """GDPO without rollouts whose rewards conflict (GD2PO, arXiv 2606.16771).
 
-    mode hard: drop a rollout if two of its terms w_k z_k have opposite signs. mode snr: drop it only if also |sum_k w_k
+    mode hard: drop a rollout if two of its terms w_k z_k have opposite signs. A family has one term, the sum of its
+    criteria's terms. mode snr: drop it only if also |sum_k w_k
     z_k| < tau x sum_k |w_k z_k|. The remaining rollouts are multiplied by the fraction of their group that remains. The
     authors' code whitens over the tokens of all remaining rollouts, also of those in groups without a signal:
     `batch_rows="kept"` and `batch_unit="token"` with `lengths`.
@@ -240,15 +242,15 @@ def gd2po(table: RewardTable, settings: Settings, mode: str = "hard", tau: float
     if mode not in ("hard", "snr"):
         raise ValueError(f"mode must be 'hard' or 'snr', got {mode!r}")
     terms = gdpo(table, settings)
-    components = terms.components
+    components = table.by_component(terms.components)
     conflict = np.asarray((components > 0).any(axis=0) & (components < 0).any(axis=0))
     if mode == "snr":
         conflict &= np.abs(components.sum(axis=0)) < tau * np.abs(components).sum(axis=0)
     scored = table.scored
     groups = table.groups
     share = groups.sum(scored & ~conflict) / np.maximum(groups.sum(scored), 1)
-    components *= np.where(conflict, 0.0, groups.rows(share))
-    return Terms(components, terms.has_signal & ~conflict, dropped=np.asarray(conflict))
+    factor = np.where(conflict, 0.0, groups.rows(share))
+    return Terms(terms.components * factor, terms.has_signal & ~conflict, dropped=np.asarray(conflict))
 
 
 def dvao(table: RewardTable, settings: Settings) -> Terms:
@@ -257,7 +259,7 @@ def dvao(table: RewardTable, settings: Settings) -> Terms:
     Each reward is weighted in proportion to its variation within the group. |A| is smaller than in GRPO.
     """
     z, has_signal = z_scores(table, settings)
-    spread = table.weights[:, None] * _group_stds(table, settings)
+    spread = table.group_weights * _group_stds(table, settings)
     share = spread / np.maximum(np.abs(spread).sum(axis=0), 1e-300)
     for row, part in zip(z, share, strict=True):
         row *= table.groups.rows(part)
@@ -265,9 +267,9 @@ def dvao(table: RewardTable, settings: Settings) -> Terms:
 
 
 def _group_stds(table: RewardTable, settings: Settings) -> np.ndarray:
-    """Return the standard deviation of each weighted component in each group: [components, groups]."""
+    """Return the standard deviation of each weighted column in each group: [columns, groups]."""
     stds = np.zeros((len(table.names), len(table.groups)))
-    for k in np.flatnonzero(table.weights):
+    for k in table.weighted:
         stds[k] = moments(table.groups, table.columns[k], table.present[k], settings.ddof).std
     return stds
 
@@ -281,7 +283,8 @@ def sa_mrpo(
     """GDPO with the weights w_k (1 - s_k)^gamma (SA-MRPO, arXiv 2608.16072).
 
     s_k = (batch mean - min) / (max - min) is the saturation of a bounded reward. For a penalty, a component with a
-    negative weight, it is (max - batch mean) / (max - min). With gamma 0 this is GDPO. The paper uses ddof 0.
+    negative weight, it is (max - batch mean) / (max - min). With gamma 0 this is GDPO. The paper uses ddof 0. A family
+    has one saturation, that of all its criteria.
 
     Args:
         bounds: (min, max) of each reward, by component name; default (0, 1).
@@ -295,9 +298,9 @@ def sa_mrpo(
             raise ValueError(f"bounds of unknown component {name!r}; {nearest(name, table.names)}")
         limits[name] = limit
     weights = table.weights.copy()
-    for k in np.flatnonzero(weights):
+    for k in table.weighted:
         low, high = limits[table.names[k]]
-        values = table.columns[k, table.present[k]]
+        values = table.batch_values(k)
         if not len(values):
             continue
         if not low < high or values.min() < low or values.max() > high:
@@ -305,9 +308,20 @@ def sa_mrpo(
                 f"sa_mrpo: rewards of {table.names[k]!r} span [{values.min()}, {values.max()}], outside the bounds "
                 f"({low}, {high}); set `bounds`"
             )
-        left = high - values.mean() if weights[k] > 0 else values.mean() - low
+        left = _room(table, k, low, high)
         weights[k] *= (left / (high - low)) ** gamma
     return weighted_terms(*z_scores(table, settings), weights)
+
+
+def _room(table: RewardTable, k: int, low: float, high: float) -> float:
+    """Return the mean distance of a component's rewards from their best value."""
+    values = table.batch_values(k)
+    if table.families.get(table.names[k]) is None:
+        best = high if table.row_weights[k, 0] > 0 else low
+        return float(abs(best - values.mean()))
+    part = table.families[table.names[k]]
+    best = np.where(table.row_weights[part] > 0, high, low)[table.present[part]]
+    return float(np.abs(best - values).mean())
 
 
 def corr_grpo(table: RewardTable, settings: Settings) -> Terms:
@@ -319,9 +333,9 @@ def corr_grpo(table: RewardTable, settings: Settings) -> Terms:
     """
     groups = table.groups
     summed = np.zeros(table.columns.shape[1])
-    for k in np.flatnonzero(table.weights):
+    for k in table.weighted:
         stats = moments(groups, table.columns[k], table.present[k])
-        scale = np.sign(table.weights[k]) / np.where(stats.std > 0, stats.std, 1.0)
+        scale = np.sign(table.group_weights[k]) / np.where(stats.std > 0, stats.std, 1.0)
         summed += stats.deviation * groups.rows(scale)
     squares = groups.sum(summed**2)
     return _summed(
@@ -335,11 +349,14 @@ def dara(table: RewardTable, settings: Settings, cap: float = 5.0, asymmetric: b
     """GDPO with amplified rare signals (DARA, arXiv 2610.00574).
 
     w_k is multiplied by min(cap, sqrt(max_l pi_l / pi_k)). pi_k is the fraction of groups in which component k varies.
-    With asymmetric, only positive terms are amplified.
+    For a family, it is the fraction of the criteria of all groups. With asymmetric, only positive terms are amplified.
     """
     z, has_signal = z_scores(table, settings)
     groups = table.groups
     density = np.array([(groups.sum(row) > 0).mean() for row in has_signal])
+    for part in table.families.values():
+        varies = np.add.reduceat(has_signal[part], groups.starts, axis=1) > 0
+        density[part] = varies.sum() / max(np.count_nonzero(table.group_weights[part]), 1)
     factor = np.minimum(cap, np.sqrt(density.max() / np.where(density > 0, density, 1.0)))
     factor[density == 0] = 1.0
     terms = weighted_terms(z, has_signal, table.weights)

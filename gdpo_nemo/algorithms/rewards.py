@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from gdpo_nemo.algorithms.loss_selection import Functions, check_options, custom_options, is_import_path
+from gdpo_nemo.algorithms.rubrics import is_family
 from gdpo_nemo.algorithms.table import nearest, with_array_hint
 
 COMPARISONS: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {
@@ -183,7 +184,8 @@ def apply_shaping(
     """Apply the shaping rules and return all components. New components come last.
 
     Args:
-        columns: components by name, float [sequences], NaN for a missing reward.
+        columns: components by name, float [sequences], NaN for a missing reward. A family of criteria is float
+            [criteria, sequences], and each criterion is shaped.
         rules: list of rules, see the module docstring.
         lengths: number of completion tokens [sequences].
         max_length: maximum completion length in tokens, for `overlong`.
@@ -198,13 +200,16 @@ def apply_shaping(
     """
     order = _order(rules, list(columns))
     inputs = {name: np.asarray(column, dtype=np.float64) for name, column in columns.items()}
-    count = len(next(iter(inputs.values()), lengths if lengths is not None else ()))
+    first = next(iter(inputs.values()), np.asarray(lengths if lengths is not None else ()))
+    count = first.shape[-1]
     done: dict[str, np.ndarray] = {}
     context = ShapingContext(done, _array(lengths, float), max_length, _array(truncated, bool), _array(thinking, float))
     for name in order:
         column = inputs.get(name, np.zeros(count))
         for rule in rules:
-            if rule["component"] == name:
+            if rule["component"] == name and column.ndim == 2:
+                column = np.stack([_apply(row, rule, context, functions) for row in column])
+            elif rule["component"] == name:
                 column = _apply(column, rule, context, functions)
         done[name] = column
     return {name: done[name] for name in dict.fromkeys((*inputs, *order))}
@@ -247,8 +252,15 @@ def _order(rules: Sequence[Mapping[str, Any]], components: Sequence[str]) -> lis
         name = rule["component"]
         if name not in graph:
             raise ValueError(f"shaping rule {dict(rule)}: unknown component {name!r}; {nearest(name, known)}")
+        if is_family(str(name)) and not is_import_path(rule_name(rule)) and creates(rule):
+            raise ValueError(f"shaping rule {dict(rule)}: {rule_name(rule)} is not supported for a family")
         if "condition" in rule:
             other = _labelled(rule, partial(parse_condition, rule["condition"]))[0]
+            if is_family(str(other)):
+                raise ValueError(
+                    f"shaping rule {dict(rule)}: {other!r} is not a single reward; for conditions within a rubric use "
+                    "`required: true` in the rubric"
+                )
             if other not in graph:
                 raise ValueError(f"shaping rule {dict(rule)}: unknown component {other!r}; {nearest(other, known)}")
             graph[name].add(other)

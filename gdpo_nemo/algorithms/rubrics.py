@@ -40,7 +40,7 @@ class Criterion:
 
 
 def is_family(name: str) -> bool:
-    """Return True if a name in ``gdpo.rewards`` stands for all criteria of a row."""
+    """Return True if a name in ``gdpo.rewards`` is the name of a family."""
     return name.endswith(ALL) and len(name) > len(ALL)
 
 
@@ -49,6 +49,11 @@ def family_of(component: str, names: Iterable[str]) -> str | None:
     stem, separator, criterion = component.partition("/")
     family = stem + ALL
     return family if separator and criterion and criterion != "*" and family in names else None
+
+
+def family_name(component: str) -> str:
+    """Return the family of a criterion: ``rubric/*`` for the component ``rubric/polite``."""
+    return component.partition("/")[0] + ALL
 
 
 def is_known(component: str, names: Iterable[str]) -> bool:
@@ -161,3 +166,52 @@ def _criterion(entry: Mapping[str, Any], subject: str) -> Criterion:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def gates(rewards: Mapping[str, float | None], criteria: Mapping[str, Criterion], family: str) -> dict[str, float]:
+    """Return the factor of each criterion of a family for one sample, by component.
+
+    The factor of required criteria and of faults (criteria with a negative weight) is 1. The factor of the other
+    criteria is 1 if all required criteria are met, 0 if one is not, and NaN if the reward of one is missing.
+    """
+    members = {name: criterion for name, criterion in criteria.items() if family_name(name) == family}
+    values = [rewards.get(name) for name, criterion in members.items() if criterion.required]
+    factor = math.nan if None in values else 1.0
+    if any(value is not None and value < 1 for value in values):
+        factor = 0.0
+    return {name: 1.0 if c.required or c.weight <= 0 else factor for name, c in members.items()}
+
+
+def gated(rewards: Mapping[str, float | None], criteria: Mapping[str, Criterion], family: str) -> dict[str, float]:
+    """Return the rewards of a family's criteria times their `gates`, NaN if missing."""
+    found = {}
+    for name, factor in gates(rewards, criteria, family).items():
+        reward = rewards.get(name)
+        found[name] = math.nan if reward is None else reward * factor
+    return found
+
+
+def restored(criteria: Mapping[str, Mapping[str, Any]]) -> dict[str, Criterion]:
+    """Return criteria from the JSON of a sample file."""
+    found = {}
+    for name, criterion in criteria.items():
+        found[name] = Criterion(**{**criterion, "scale": tuple(criterion["scale"])})
+    return found
+
+
+def with_scores(rewards: Mapping[str, float | None], criteria: Mapping[str, Criterion]) -> dict[str, float | None]:
+    """Return the rewards of a sample by component, with one score for each family (`algorithms.table.score`)."""
+    found: dict[str, float | None] = {}
+    families: dict[str, None] = {}
+    for name, reward in rewards.items():
+        if name in criteria:
+            families[family_name(name)] = None
+        else:
+            found[name] = reward
+    for family in families:
+        values = gated(rewards, criteria, family)
+        present = [name for name, value in values.items() if not math.isnan(value)]
+        size = math.fsum(abs(criteria[name].weight) for name in present)
+        total = math.fsum(criteria[name].weight * values[name] for name in present)
+        found[family] = total / size if size else None
+    return found

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,15 +16,24 @@ class RewardTable:
     """Rewards of a whole batch, with rows sorted by group."""
 
     names: tuple[str, ...]
+    """Component of each column. The criteria of a family (`algorithms.rubrics`) are adjacent columns of one name:
+    column j of the family contains the j-th criterion of each group, so criteria are compared only within a group."""
     columns: np.ndarray
-    """float64 [components, sequences], rewards; 0 if not present."""
+    """float64 [columns, sequences], rewards; 0 if not present."""
     present: np.ndarray
-    """bool [components, sequences], True if the reward exists and the row is valid."""
+    """bool [columns, sequences], True if the reward exists and the row is valid."""
     valid: np.ndarray
     """bool [sequences], False for failed rows."""
     weights: np.ndarray
-    """float64 [components], weights of the components."""
+    """float64 [columns], weights of the components. With a family: float64 [columns, sequences], equal within a group,
+    and 0 if the row does not have the criterion."""
     groups: Groups
+    component_weights: np.ndarray
+    """float64 [components], weights of `components`."""
+    families: Mapping[str, slice] = field(default_factory=dict)
+    """Columns of each family."""
+    shares: np.ndarray | None = None
+    """float64 [columns, sequences], factor of each column in the weight of its component. None without a family."""
     lengths: np.ndarray | None = None
     """float64 [sequences], number of trained tokens. Only needed by variants that weight by tokens."""
     kl_penalty: np.ndarray | None = None
@@ -33,16 +43,54 @@ class RewardTable:
     The KL is not a component, so that normalisation does not cancel beta.
     """
 
+    @cached_property
+    def components(self) -> tuple[str, ...]:
+        """Names of the components. A family is one component."""
+        return tuple(dict.fromkeys(self.names))
+
+    @property
+    def weighted(self) -> np.ndarray:
+        """int64 [weighted columns], columns with a non-zero weight in any row."""
+        return np.flatnonzero(self.weights if self.weights.ndim == 1 else self.weights.any(axis=1))
+
+    @property
+    def row_weights(self) -> np.ndarray:
+        """float64 [columns, 1 or sequences], weight of each column in each row."""
+        return self.weights[:, None] if self.weights.ndim == 1 else self.weights
+
+    @property
+    def group_weights(self) -> np.ndarray:
+        """float64 [columns, 1 or groups], weight of each column in each group."""
+        return self.weights[:, None] if self.weights.ndim == 1 else self.weights[:, self.groups.starts]
+
+    @property
+    def starts(self) -> list[int]:
+        """First column of each component."""
+        return [self.names.index(name) for name in self.components]
+
+    def by_component(self, values: np.ndarray) -> np.ndarray:
+        """Return the sum of the columns of each component: [components, ...]."""
+        return np.add.reduceat(values, self.starts, axis=0) if self.families else values
+
+    def batch_values(self, k: int) -> np.ndarray:
+        """Return the present rewards of column k in the whole batch, float64 [values].
+
+        A criterion only exists in its row, so this includes the rewards of all criteria of its family.
+        """
+        part = self.families.get(self.names[k], k)
+        return np.asarray(self.columns[part][self.present[part]])
+
     @property
     def scored(self) -> np.ndarray:
         """bool [sequences], True for rows that have a reward with a non-zero weight."""
-        return np.asarray(self.present[self.weights != 0].any(axis=0))
+        if self.weights.ndim == 1:
+            return np.asarray(self.present[self.weights != 0].any(axis=0))
+        return np.asarray((self.present & (self.weights != 0)).any(axis=0))
 
     @property
     def gaps(self) -> np.ndarray:
-        """bool [components, sequences], True for missing rewards of valid rows, in components with a non-zero
-        weight."""
-        return np.asarray(~self.present & self.valid & (self.weights != 0)[:, None])
+        """bool [columns, sequences], True for missing rewards of valid rows, in columns with a non-zero weight."""
+        return np.asarray(~self.present & self.valid & (self.row_weights != 0))
 
     def zero_filled(self) -> RewardTable:
         """Return the table with all `gaps` filled with rewards of 0. Some trainers fill missing rewards in this way,
@@ -81,7 +129,49 @@ class RewardTable:
     def total(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the weighted sum of each row's rewards, float64 [sequences], and the rows that have a reward, bool
         [sequences]."""
-        return self.weights @ self.columns, self.scored
+        if self.weights.ndim == 1:
+            return self.weights @ self.columns, self.scored
+        return np.einsum("ks,ks->s", self.weights, self.columns), self.scored
+
+    def by_score(self) -> RewardTable:
+        """Return the table with one column per component. The column of a family is `score` of its criteria."""
+        if not self.families:
+            return self
+        assert self.shares is not None
+        columns, present = [], []
+        for name in self.components:
+            part = self.families.get(name, slice(self.names.index(name), self.names.index(name) + 1))
+            if name in self.families:
+                value = score(np.where(self.present[part], self.columns[part], np.nan), self.shares[part])
+                present.append(~np.isnan(value))
+                columns.append(np.nan_to_num(value))
+            else:
+                columns.append(self.columns[part][0])
+                present.append(self.present[part][0])
+        return replace(
+            self,
+            names=self.components,
+            columns=np.stack(columns),
+            present=np.stack(present),
+            weights=self.component_weights,
+            families={},
+            shares=None,
+        )
+
+
+def score(rewards: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Return the weighted mean of each row's criteria, sum_j w_j r_j / sum_j |w_j| over the criteria with a reward.
+
+    Args:
+        rewards: float64 [criteria, ...], NaN for a missing reward.
+        weights: weights of the criteria, which may be negative. Same shape.
+
+    Returns:
+        float64 [...], NaN if no criterion with a weight has a reward.
+    """
+    sizes = np.where(np.isnan(rewards), 0.0, np.abs(weights)).sum(axis=0)
+    total = np.nansum(weights * rewards, axis=0)
+    return np.where(sizes > 0, total / np.where(sizes > 0, sizes, 1.0), np.nan)
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
@@ -108,6 +198,8 @@ def build_table(
     lengths: Any = None,
     *,
     trajectory_ids: Any = None,
+    criterion_weights: Mapping[str, Any] | None = None,
+    family_scale: str = "sum",
 ) -> RewardTable:
     """Check the caller's arrays and sort them by group.
 
@@ -117,20 +209,15 @@ def build_table(
         ValueError: if shapes are wrong, components are unknown or have no weight, all weights are 0, rewards are
             infinite, or all weighted rewards are missing. The message contains the rows and components.
     """
-    names, columns = _columns(rewards, weights)
+    names, columns, families = _columns(rewards, weights)
     count = columns.shape[1]
     ids = _integers(group_ids, count, "group_ids")
-    weight = _weights(weights, names)
+    components = tuple(dict.fromkeys(names))
+    component_weights = _weights(weights, components)
     rows = _row_mask(valid, count)
     tokens = _lengths(lengths, count)
     missing = np.isnan(columns)
     _refuse_infinite(columns, rows, names)
-    weighted = np.flatnonzero(weight)
-    if rows.any() and missing[weighted][:, rows].all():
-        weighted_names = ", ".join(names[k] for k in weighted)
-        raise ValueError(
-            f"every reward is missing: none of the {int(rows.sum())} valid rows has a value for {weighted_names}"
-        )
     groups = Groups(ids, None if trajectory_ids is None else _integers(trajectory_ids, count, "trajectory_ids"))
     if groups.order is not None:
         rows = groups.take(rows)
@@ -138,22 +225,86 @@ def build_table(
         columns = np.take(columns, groups.order, axis=1)
         missing = np.take(missing, groups.order, axis=1)
     present = ~missing & rows
+    weight, shares = component_weights, None
+    if families:
+        shares = _shares(families, criterion_weights or {}, family_scale, present, groups)
+        weight = component_weights[[components.index(name) for name in names], None] * shares
+    elif criterion_weights:
+        raise ValueError(f"criterion_weights of {min(criterion_weights)!r}, which has no criteria")
     if not present.all():
         columns = np.where(present, columns, 0.0)
-    return RewardTable(names, columns, present, rows, weight, groups, tokens)
+    table = RewardTable(
+        names, columns, present, rows, weight, groups, component_weights, families, shares, lengths=tokens
+    )
+    if rows.any() and not present[table.weighted].any():
+        weighted_names = ", ".join(name for name, w in zip(components, component_weights, strict=True) if w)
+        raise ValueError(
+            f"every reward is missing: none of the {int(rows.sum())} valid rows has a value for {weighted_names}"
+        )
+    return table
 
 
-def _columns(rewards: Any, weights: Any) -> tuple[tuple[str, ...], np.ndarray]:
-    """Return component names, and rewards as float64 [components, sequences], contiguous per component."""
+def _shares(
+    families: Mapping[str, slice],
+    criterion_weights: Mapping[str, Any],
+    scale: str,
+    present: np.ndarray,
+    groups: Groups,
+) -> np.ndarray:
+    """Return `RewardTable.shares`.
+
+    Raises:
+        ValueError: if a weight is not finite or differs within a group, or an argument is unknown.
+    """
+    if scale not in ("sum", "none"):
+        raise ValueError(f"family_scale must be sum or none, got {scale!r}")
+    for name in criterion_weights:
+        if name not in families:
+            raise ValueError(f"criterion_weights of {name!r}, which has no criteria; {nearest(name, tuple(families))}")
+    shares = np.ones(present.shape)
+    for name, part in families.items():
+        if name in criterion_weights:
+            given = _as_float(criterion_weights[name], f"criterion_weights[{name!r}]")
+            expected = (present.shape[1], part.stop - part.start)
+            if given.shape != expected:
+                raise ValueError(f"criterion_weights[{name!r}] must have the shape {expected}, got {given.shape}")
+            weights = np.ascontiguousarray(groups.take(given).T)
+        else:  # a criterion without a reward in the whole group does not exist in this row
+            weights = np.stack([groups.rows((groups.sum(row) > 0).astype(np.float64)) for row in present[part]])
+        if not np.isfinite(weights).all():
+            raise ValueError(f"criterion_weights[{name!r}] must be finite")
+        if (weights != np.repeat(weights[:, groups.starts], groups.sizes, axis=1)).any():
+            raise ValueError(f"criterion_weights[{name!r}] must be equal within each group")
+        if scale == "sum":
+            total = np.abs(weights).sum(axis=0)
+            weights = weights / np.where(total > 0, total, 1.0)
+        shares[part] = weights
+    return shares
+
+
+def _columns(rewards: Any, weights: Any) -> tuple[tuple[str, ...], np.ndarray, dict[str, slice]]:
+    """Return the component of each column, rewards as float64 [columns, sequences], and the columns of each family."""
+    families: dict[str, slice] = {}
     if isinstance(rewards, Mapping):
         if not rewards:
             raise ValueError("rewards is empty: at least one component is required")
         named = {str(name): _as_float(column, f"rewards[{name!r}]") for name, column in rewards.items()}
         shapes = {name: column.shape for name, column in named.items()}
-        if any(len(shape) != 1 for shape in shapes.values()) or len(set(shapes.values())) > 1:
-            raise ValueError(f"every component must be one value per sequence, got shapes {shapes}")
-        columns = np.stack(list(named.values()))
-        names = tuple(named)
+        dimensions = {len(shape) for shape in shapes.values()}
+        if not dimensions <= {1, 2} or len({shape[0] for shape in shapes.values()}) > 1:
+            raise ValueError(
+                f"every component must be one value per sequence, or [sequences, criteria], got shapes {shapes}"
+            )
+        parts: list[np.ndarray] = []
+        repeated: list[str] = []
+        for name, column in named.items():
+            part = np.atleast_2d(column.T)
+            if column.ndim == 2:
+                families[name] = slice(len(repeated), len(repeated) + len(part))
+            parts.append(part)
+            repeated += [name] * len(part)
+        columns = np.concatenate(parts)
+        names = tuple(repeated)
     else:
         table = _as_float(rewards, "rewards")
         if table.ndim != 2:
@@ -163,7 +314,7 @@ def _columns(rewards: Any, weights: Any) -> tuple[tuple[str, ...], np.ndarray]:
         columns = np.ascontiguousarray(table.T)
     if columns.size == 0:
         raise ValueError(f"rewards must have at least one row and one component, got {columns.shape[::-1]}")
-    return names, columns
+    return names, columns, families
 
 
 def _is_tensor(values: Any) -> bool:

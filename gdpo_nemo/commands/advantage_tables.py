@@ -20,6 +20,7 @@ from rich.text import Text
 from gdpo_nemo.algorithms import Advantages
 from gdpo_nemo.algorithms.loss_selection import is_import_path
 from gdpo_nemo.algorithms.rewards import rule_name
+from gdpo_nemo.algorithms.rubrics import restored
 from gdpo_nemo.algorithms.settings import PRESETS
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.objective_checks import check_recorded_advantages, kl_in_reward
@@ -40,7 +41,7 @@ _PAIRS_SHOWN = 3
 _COLUMNS = (
     "prompt_id", "sample_index", "environment", "prompt", "completion", "rewards", "outcome", "finish_reason",
     "policy_version", "prompt_ids", "completion_ids", "logprobs", "turns", "loss_mask", "advantage", "turn_tokens",
-    "turn_rewards", "thinking_tokens",
+    "turn_rewards", "thinking_tokens", "criteria",
 )  # fmt: skip
 """Columns of a rollout file that are needed to compute and show advantages."""
 
@@ -168,7 +169,7 @@ def _refuse_custom_code(gdpo: GdpoConfig, overrides: Sequence[str], beside: Path
 def _check_components(groups: Sequence[Group], gdpo: GdpoConfig, path: Path) -> None:
     recorded: set[str] = set()
     for group in groups:
-        recorded.update(*(t.rewards for t in group.trajectories))
+        recorded.update(*(t.component_rewards for t in group.trajectories))
     for name, weight in gdpo.rewards.items():
         if weight and name not in recorded:
             raise ConfigError(f"gdpo.rewards.{name}: {path} has no such component{nearest(name, recorded)}")
@@ -216,6 +217,7 @@ def _trajectory(record: dict[str, Any]) -> Trajectory:
         turns=record["turns"],
         turn_tokens=tuple(map(int, record["turn_tokens"] if record["turn_tokens"] is not None else ())),
         turn_rewards=tuple(json.loads(record["turn_rewards"] or "[]")),
+        criteria=restored(json.loads(record["criteria"] or "{}")),
         thinking_tokens=int(np.nan_to_num(np.float64(record["thinking_tokens"] or 0))),
     )
 

@@ -30,7 +30,7 @@ from gdpo_nemo.data.records import Group, Outcome
 from gdpo_nemo.models.sources import Format, recognise
 from gdpo_nemo.observe.display import active, shown
 from gdpo_nemo.observe.installation import require_libraries
-from gdpo_nemo.rollouts.metrics import check_failures
+from gdpo_nemo.rollouts.metrics import check_failures, reward_names
 from gdpo_nemo.training.checkpoints import Checkpoints, check_whole, read_state
 from gdpo_nemo.training.inputs import Inputs, read_inputs
 from gdpo_nemo.training.validation import validate
@@ -345,10 +345,10 @@ def scored(groups: Sequence[Group], gdpo: GdpoConfig, model: str, step: int | No
     outcomes = [t.outcome for t in trajectories]
     better = directions(gdpo.rewards, gdpo.constraints, gdpo.schedules, (step or 0) + 1)
     scores = {}
-    for name in dict.fromkeys(name for t in trajectories for name in t.rewards):
+    for name in reward_names(trajectories):
         rewards = []
         for group in groups:
-            rewards.append([t.rewards.get(name) for t in group.trajectories])
+            rewards.append([t.component_rewards.get(name) for t in group.trajectories])
         if score := _score(rewards, gdpo.val_pass_at_k, better.get(name, 1)):
             scores[name] = score
     return Evaluation(

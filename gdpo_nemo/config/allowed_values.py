@@ -49,6 +49,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "loss_fn.off_policy.mode": tuple(CORRECTIONS),
     "loss_fn.off_policy.level": tuple(LEVELS),
     "gdpo.group_by": ("row", "prompt"),
+    "gdpo.family_scale": ("sum", "none"),
     "gdpo.credit": ("sequence", "turn", "span"),
     "gdpo.turn_baseline": ("turn", "group"),
     "policy.lora.init": ("uniform", "xavier"),

@@ -18,6 +18,7 @@ from gdpo_nemo.algorithms.loss_selection import correction_entry, loss_entry
 from gdpo_nemo.algorithms.losses import LOSSES
 from gdpo_nemo.algorithms.offpolicy import CORRECTIONS
 from gdpo_nemo.algorithms.preference_objectives import PREFERENCES
+from gdpo_nemo.algorithms.rubrics import is_family
 from gdpo_nemo.config.algorithm_choice import ALGORITHMS, Unused, is_transform, resolved_loss, spec_of
 from gdpo_nemo.config.layout import validations
 from gdpo_nemo.config.rollout_checks import steps_ahead
@@ -208,6 +209,11 @@ EFFECTS: tuple[Effect, ...] = (
         "gdpo.epsilon",
         _divides,
         "with an estimator that does not divide by a standard deviation",
+    ),
+    Effect(
+        "gdpo.family_scale",
+        lambda c: any(map(is_family, c.gdpo.rewards)),
+        "unless gdpo.rewards has a family such as rubric/*",
     ),
     Effect("gdpo.discount gdpo.turn_baseline", lambda c: c.gdpo.credit == "turn", "unless gdpo.credit is turn"),
     Effect(

@@ -11,6 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from gdpo_nemo.algorithms.loss_selection import loss_entry
+from gdpo_nemo.algorithms.rubrics import is_family
 from gdpo_nemo.config.algorithm_choice import spec_of
 from gdpo_nemo.config.effects import changed, on_gpus, prompts_are_rows, trains_answers, value_of
 from gdpo_nemo.config.layout import updates_per_step
@@ -292,6 +293,11 @@ REQUIREMENTS = (
         f"{_DYNAMIC}.enabled {_REPLAYED}",
         lambda c: not c.gdpo.weighting,
         "conflicts with gdpo.weighting, whose factors come from all new samples of the step",
+    ),
+    Requires(
+        "gdpo.credit",
+        lambda c: c.gdpo.credit != "turn" or spec_of(c).head != "value" or not any(map(is_family, c.gdpo.rewards)),
+        "turn is not supported with algorithm ppo and a family of criteria in gdpo.rewards; use sequence",
     ),
     # Data
     Requires(

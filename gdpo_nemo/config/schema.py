@@ -124,8 +124,13 @@ class GdpoConfig:
     """Options of the estimator, by name. All estimators: batch_rows, batch_unit, ddof, missing, singleton,
     leave_one_out, equal_peers, scale_rewards."""
     rewards: Annotated[dict[str, float], Range(-(10**12), 10**12)] = MISSING
-    """Weight of each reward component used for training, by name: `{correctness: 1.0, format: 1.0}`. Optional if the
+    """Weight of each reward component used for training, by name: `{correctness: 1.0, format: 1.0}`. A name such as
+    `rubric/*` is a family: each criterion of a row's rubric is a component of that row. Optional if the
     environments provide their own rewards and weights (nemo_gym)."""
+    family_scale: str = "sum"
+    """Scale of the criteria of a family such as `rubric/*`. sum: the weight of a criterion is divided by the sum of the
+    absolute weights of its row, so that the influence of a row does not grow with its rubric. none: weights as they
+    are."""
     constraints: dict[str, Any] = field(default_factory=dict)
     """Bounds on the mean of reward components over the batch: `{length: {at_least: 0.95}}`, or `at_most`. Each step
     moves the component's weight by `lr` (0.1) times the difference between bound and mean, from its weight in `rewards`

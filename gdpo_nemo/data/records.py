@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gdpo_nemo.algorithms.rubrics import Criterion
+from gdpo_nemo.algorithms.rubrics import Criterion, with_scores
 from gdpo_nemo.data.replies import Reply
 
 
@@ -127,6 +127,11 @@ class Trajectory:
     or -1 if unknown (``Completion.routing``). None if they were not recorded."""
     reply: Reply | None = None
     """Text of a single turn, split into reasoning, content and tool calls. None if there was nothing to split."""
+
+    @property
+    def component_rewards(self) -> dict[str, float | None]:
+        """Reward of each component, with one score for each family of criteria (``algorithms.rubrics``)."""
+        return with_scores(self.rewards, self.criteria) if self.criteria else self.rewards
 
     @property
     def num_policy_tokens(self) -> int:

@@ -193,9 +193,11 @@ def sample_hash(trajectory: Trajectory) -> str:
     """
     written = trajectory.where_written(trajectory.logprobs)  # NaN elsewhere
     mask = b"" if trajectory.loss_mask is None else np.ascontiguousarray(trajectory.loss_mask, bool)
-    rewards = []
+    rewards: list[tuple[Any, ...]] = []
     for name, reward in sorted(trajectory.rewards.items()):
         rewards.append((name, None if reward is None or reward != reward else float(reward)))
+    for name, criterion in sorted(trajectory.criteria.items()):
+        rewards.append((name, criterion.weight, criterion.required))
     ids = (trajectory.prompt.token_ids, trajectory.completion_ids)
     digest = hashlib.blake2b(json.dumps([rewards, *map(len, ids)]).encode(), digest_size=8)
     for tokens in ids:

@@ -266,11 +266,11 @@ def completion_table(groups: Sequence[Group], advantages: np.ndarray | None, cou
         advantages: advantage of each trajectory, in the order of the groups. None if unknown. Shape: [trajectories].
     """
     samples = [trajectory for group in groups for trajectory in group.trajectories][:count]
-    names = list(dict.fromkeys(name for trajectory in samples for name in trajectory.rewards))
+    names = list(dict.fromkeys(name for trajectory in samples for name in trajectory.component_rewards))
     rows = []
     for index, trajectory in enumerate(samples):
         advantage = None if advantages is None else float(advantages[index])
-        rewards = [_number(trajectory.rewards.get(name)) for name in names]
+        rewards = [_number(trajectory.component_rewards.get(name)) for name in names]
         rows.append([*_texts(trajectory), trajectory.num_policy_tokens, _number(advantage), *rewards])
     fixed = ["prompt_id", "environment", "prompt", "completion", "outcome", "tokens", "advantage"]
     return CompletionTable([*fixed, *(f"reward/{name}" for name in names)], rows)

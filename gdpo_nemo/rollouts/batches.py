@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from gdpo_nemo.algorithms.rubrics import Criterion
+from gdpo_nemo.algorithms.rubrics import restored
 from gdpo_nemo.config.layout import prompts_per_round
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.prompts import PromptSource, with_unique_ids
@@ -383,9 +383,6 @@ def _trajectory(prompt: Prompt, record: Mapping[str, Any], spans: Sequence[tuple
     reward_tokens = {}
     for name, ranges in record.get("reward_tokens", {}).items():
         reward_tokens[name] = tuple((start, end) for start, end in ranges)
-    criteria = {}
-    for name, criterion in record.get("criteria", {}).items():
-        criteria[name] = Criterion(**{**criterion, "scale": tuple(criterion["scale"])})
     trajectory = Trajectory(
         prompt=prompt,
         sample_index=record["sample_index"],
@@ -403,7 +400,7 @@ def _trajectory(prompt: Prompt, record: Mapping[str, Any], spans: Sequence[tuple
         thinking_tokens=record.get("thinking_tokens", 0),
         turn_rewards=tuple(map(dict, record.get("turn_rewards", ()))),
         turn_parents=tuple(record.get("turn_parents", ())),
-        criteria=criteria,
+        criteria=restored(record.get("criteria", {})),
         reward_tokens=reward_tokens,
         spans=tuple(spans),
         routing=_routing(len(prompt.token_ids) + len(ids), record.get("routing")),

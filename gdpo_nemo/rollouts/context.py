@@ -28,7 +28,7 @@ from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory
 from gdpo_nemo.environments.execution.pools import EnvironmentExecutor
 from gdpo_nemo.generation.requests import Completion, CompletionBatch, SampleRequest, Sampling
-from gdpo_nemo.utils.errors import RunError
+from gdpo_nemo.utils.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from gdpo_nemo.rollouts.endpoint.server import Endpoint
@@ -276,10 +276,14 @@ class Transcript:
             steps: rewards of each turn, or empty if the turns have no rewards.
 
         Raises:
-            ValueError: if ``steps`` does not have one entry per turn.
+            ValueError: if ``steps`` does not have one entry per turn, or a reward is not in the row's rubric.
         """
         if steps and len(steps) != self.turns:
             raise ValueError(f"step_rewards has {len(steps)} entries, but the policy took {self.turns} turns")
+        try:
+            criteria_of(self.prompt.fields, rewards)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
         self.rewards = dict(rewards)
         self._turn_rewards = {turn: dict(earned) for turn, earned in enumerate(steps)}
         names: dict[str, None] = {}

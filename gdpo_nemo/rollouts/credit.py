@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -14,11 +14,13 @@ from gdpo_nemo.algorithms import LossSettings, apply_shaping, token_weights
 from gdpo_nemo.algorithms.entropy import clip_cov, kl_cov
 from gdpo_nemo.algorithms.loss_selection import reads_staleness
 from gdpo_nemo.algorithms.rewards import creates
+from gdpo_nemo.algorithms.rubrics import gates
 from gdpo_nemo.config.algorithm_choice import old_logprobs_source
 from gdpo_nemo.config.schema import Config, GdpoConfig
 from gdpo_nemo.data.contexts import contexts_of
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import Group, Outcome, Trajectory, trajectories_of
+from gdpo_nemo.rollouts.families import Family, families_of, slots_of
 from gdpo_nemo.rollouts.metrics import reward_names
 from gdpo_nemo.rollouts.user_functions import CustomFunctions, load_estimator, load_shaping_rules
 from gdpo_nemo.utils.errors import RunError, first_line
@@ -42,28 +44,42 @@ def reward_columns(
     """Return the rewards of the trajectories by component, after ``gdpo.shaping``.
 
     Each column is float64 [trajectories], with NaN where the component does not apply. Every component with a weight
-    has a column, even if no trajectory has a value for this component.
+    has a column, even if no trajectory has a value for this component. The column of a family of criteria contains the
+    score of each trajectory (``Family.scores``).
 
     Args:
         functions: the run's custom functions, for the one call per step that may change their state.
     """
-    rules = config.gdpo.shaping
+    columns, families = _criteria_columns(trajectories, config, functions)
+    return {name: families[name].scores if name in families else column for name, column in columns.items()}
+
+
+def _criteria_columns(
+    trajectories: Sequence[Trajectory], config: Config, functions: CustomFunctions | None
+) -> tuple[dict[str, np.ndarray], dict[str, Family]]:
+    """Return the rewards by component, after ``gdpo.shaping``, and the families.
+
+    A column is float64 [trajectories], or [slots, trajectories] for a family.
+    """
+    families = families_of(trajectories, config.gdpo.group_by)
     columns = {}
     for name in _component_names(trajectories, config.gdpo):
-        # NumPy converts None, a component that does not apply, to NaN.
-        columns[name] = np.array([t.rewards.get(name) for t in trajectories], np.float64)
-    if not rules:
-        return columns
+        if name in families:
+            columns[name] = families[name].rewards
+        else:  # NumPy converts None, a component that does not apply, to NaN.
+            columns[name] = np.array([t.rewards.get(name) for t in trajectories], np.float64)
+    if not config.gdpo.shaping:
+        return columns, families
     shaped: dict[str, np.ndarray] = apply_shaping(
         columns,
-        rules,
+        config.gdpo.shaping,
         lengths=np.array([t.num_policy_tokens for t in trajectories]),
         max_length=longest_completion(config),
         thinking=np.array([t.thinking_tokens for t in trajectories]),
         truncated=np.array([t.finish_reason == "length" and t.outcome is not Outcome.OK for t in trajectories]),
         functions=load_shaping_rules(config.gdpo) if functions is None else functions.rules,
     )
-    return shaped
+    return shaped, {name: family.with_rewards(shaped[name]) for name, family in families.items()}
 
 
 def _component_names(trajectories: Sequence[Trajectory], gdpo: GdpoConfig) -> list[str]:
@@ -97,10 +113,12 @@ def advantages_of(
     ids = trajectory_groups(groups, config.gdpo.group_by)
     valid = np.array([t.trains for t in trajectories])
     if config.gdpo.credit == "turn":
-        rows = turn_rows(trajectories, _component_names(trajectories, config.gdpo), config.gdpo.discount)
+        families = families_of(trajectories, config.gdpo.group_by)
+        names = _component_names(trajectories, config.gdpo)
+        rows = turn_rows(trajectories, names, config.gdpo.discount, families)
         turn_ids = rows.ids(ids, config.gdpo.turn_baseline)
         of_turns = _compute(
-            lambda: rows.columns,
+            lambda: (rows.columns, rows.weights),
             turn_ids,
             valid[rows.trajectory],
             rows.tokens,
@@ -110,13 +128,16 @@ def advantages_of(
         )
         return TurnAdvantages(rows, of_turns, reward_columns(trajectories, config, functions), valid)
     lengths = np.array([t.num_policy_tokens for t in trajectories])
-    return _compute(
-        lambda: reward_columns(trajectories, config, functions), ids, valid, lengths, config, functions, kl=kl
-    )
+
+    def rewards() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        columns, families = _criteria_columns(trajectories, config, functions)
+        return slots_of(columns, families), {name: family.weights.T for name, family in families.items()}
+
+    return _compute(rewards, ids, valid, lengths, config, functions, kl=kl)
 
 
 def _compute(
-    rewards: Callable[[], Mapping[str, np.ndarray]],
+    rewards: Callable[[], tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray]]],
     ids: np.ndarray,
     valid: np.ndarray,
     lengths: np.ndarray,
@@ -129,7 +150,8 @@ def _compute(
     """Call ``compute_advantages`` with the config's settings, for trajectories or turns.
 
     Args:
-        rewards: function that returns the columns, called here because a shaping rule may raise ValueError.
+        rewards: function that returns the columns and the weights of the families' criteria, for
+            ``compute_advantages``. It is called here because a shaping rule may raise ValueError.
 
     Raises:
         RunError: if the rewards are invalid or the estimator fails.
@@ -139,7 +161,7 @@ def _compute(
     gdpo = config.gdpo
     custom = load_estimator(gdpo) if functions is None else functions.estimator
     try:
-        columns = rewards()
+        columns, criterion_weights = rewards()
         return compute_advantages(
             columns,
             ids,
@@ -149,6 +171,8 @@ def _compute(
             trajectory_ids=trajectory_ids,
             kl=kl,
             kl_coefficient=gdpo.kl_in_reward,
+            criterion_weights=criterion_weights,
+            family_scale=gdpo.family_scale,
             estimator=custom or gdpo.estimator,
             preset=gdpo.preset,
             batch_norm=gdpo.batch_norm,
@@ -343,12 +367,29 @@ _REST = 1e-12
 """Remainder of an advantage without its terms, relative to the largest term, below which it is rounding noise."""
 
 
-def by_span(advantages: Advantages, trajectories: Sequence[Trajectory]) -> list[float | np.ndarray]:
+def _named_terms(
+    advantages: Advantages, index: int, row: np.ndarray, families: Mapping[str, Family]
+) -> Iterator[tuple[str, float]]:
+    """Yield the term of each component or criterion of a trajectory."""
+    for name, term in zip(advantages.names, row):
+        if name not in families:
+            yield name, term
+            continue
+        terms = advantages.criteria[name][index] * advantages.scale
+        yield from zip(families[name].names[index], terms)
+
+
+def by_span(
+    advantages: Advantages, trajectories: Sequence[Trajectory], group_by: str = "row"
+) -> list[float | np.ndarray]:
     """Return ``TrainSequence.advantage`` of each trajectory with ``gdpo.credit: span``.
 
     The advantage of a token is the advantage of its trajectory without the terms of the components that are about other
     tokens. The factor of the batch norm is that of whole trajectories. If the reward of a component depends only on its
     span, the expected gradient is therefore the same as with ``credit: sequence``.
+
+    Args:
+        group_by: value of ``gdpo.group_by``, with which the advantages were computed.
 
     Returns:
         A single number for a trajectory without spans, otherwise float32 [completion tokens].
@@ -356,14 +397,15 @@ def by_span(advantages: Advantages, trajectories: Sequence[Trajectory]) -> list[
     values = advantages.values.numpy()
     terms = advantages.components.numpy() * advantages.scale
     noise = _REST * np.abs(terms).max(initial=0.0)
+    families = families_of(trajectories, group_by)
     found: list[float | np.ndarray] = []
-    for trajectory, value, row in zip(trajectories, values, terms, strict=True):
+    for index, (trajectory, value, row) in enumerate(zip(trajectories, values, terms, strict=True)):
         if not trajectory.reward_tokens:
             found.append(float(value))
             continue
         rest = value - row.sum()  # of the KL in the reward and the mean of the batch
         tokens = np.full(len(trajectory.completion_ids), 0.0 if abs(rest) <= noise else rest)
-        for name, term in zip(advantages.names, row):
+        for name, term in _named_terms(advantages, index, row, families):
             ranges = trajectory.reward_tokens.get(name, ((0, len(tokens)),))
             about = np.zeros(len(tokens), bool)
             for start, end in ranges:
@@ -393,10 +435,12 @@ class TurnRows:
     tokens: np.ndarray
     """Number of tokens that the policy wrote in the turn. Shape: int64 [turns]."""
     columns: dict[str, np.ndarray]
-    """Discounted return of each turn, by component. Shape: float64 [turns].
+    """Discounted return of each turn, by component. Shape: float64 [turns], or [turns, slots] for a family.
 
     The return is NaN in all turns of a trajectory that does not have the component.
     """
+    weights: dict[str, np.ndarray]
+    """Weights of the criteria, by family. Shape: float64 [turns, slots]."""
 
     def ids(self, groups: np.ndarray, baseline: str) -> np.ndarray:
         """Return a group id for each turn. Turns with equal ids are compared with each other. Shape: int64 [turns].
@@ -412,19 +456,42 @@ class TurnRows:
         return np.asarray(of_group)
 
 
-def turn_rows(trajectories: Sequence[Trajectory], names: Iterable[str], discount: float) -> TurnRows:
+def turn_rows(
+    trajectories: Sequence[Trajectory],
+    names: Iterable[str],
+    discount: float,
+    families: Mapping[str, Family] | None = None,
+) -> TurnRows:
     """Return the turns of ``trajectories``, with the discounted returns of the components ``names``."""
     tokens = [t.turn_tokens or (t.num_policy_tokens,) for t in trajectories]
     counts = list(map(len, tokens))
+    families = families or {}
+    of_turn = np.repeat(np.arange(len(trajectories)), counts)
     columns = {}
     for name in names:
-        columns[name] = np.concatenate([_returns(t, name, count, discount) for t, count in zip(trajectories, counts)])
+        if name in families:
+            parts = [_family_returns(t, i, families[name], discount) for i, t in enumerate(trajectories)]
+        else:
+            parts = [_returns(t, name, count, discount) for t, count in zip(trajectories, counts)]
+        columns[name] = np.concatenate(parts)
     return TurnRows(
-        trajectory=np.repeat(np.arange(len(trajectories)), counts),
+        trajectory=of_turn,
         turn=np.concatenate(list(map(np.arange, counts))),
         tokens=np.array(list(chain.from_iterable(tokens)), np.int64),
         columns=columns,
+        weights={name: family.weights.T[of_turn] for name, family in families.items()},
     )
+
+
+def _family_returns(trajectory: Trajectory, index: int, family: Family, discount: float) -> np.ndarray:
+    """Return the discounted returns of a family's criteria for each turn: float64 [turns, slots]."""
+    turns = len(trajectory.turn_tokens) or 1
+    returns = np.full((turns, len(family.rewards)), np.nan)
+    factors = gates(trajectory.rewards, trajectory.criteria, family.name)
+    for slot, name in enumerate(family.names[index]):
+        if name in factors:  # the criteria of a group may be those of several rows
+            returns[:, slot] = factors[name] * _returns(trajectory, name, turns, discount)
+    return returns
 
 
 def _returns(trajectory: Trajectory, name: str, turns: int, discount: float) -> np.ndarray:

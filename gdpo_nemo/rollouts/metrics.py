@@ -9,6 +9,7 @@ from itertools import chain
 import numpy as np
 
 from gdpo_nemo.algorithms.diagnostics import mean_pass_at_k
+from gdpo_nemo.algorithms.rubrics import family_name
 from gdpo_nemo.data.records import NOT_CONTIGUOUS, Group, Outcome, Trajectory, UpdateResult, trajectories_of
 from gdpo_nemo.utils.errors import RunError
 
@@ -206,8 +207,11 @@ METRICS = {
 
 
 def reward_names(trajectories: Sequence[Trajectory]) -> dict[str, None]:
-    """Return the components for which a trajectory has a reward or None, in order of appearance."""
-    return dict.fromkeys(chain.from_iterable(t.rewards for t in trajectories))
+    """Return the components for which a trajectory has a reward or None, in order of appearance. A family of criteria
+    is one component."""
+    criteria = dict.fromkeys(chain.from_iterable(t.criteria for t in trajectories))
+    names = dict.fromkeys(chain.from_iterable(t.rewards for t in trajectories))
+    return dict.fromkeys(family_name(name) if name in criteria else name for name in names)
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
@@ -341,7 +345,7 @@ def validation_metrics(
     for name in reward_names(trajectories):
         rewards = []
         for group in groups:
-            rewards.append([t.rewards.get(name) for t in group.trajectories])
+            rewards.append([t.component_rewards.get(name) for t in group.trajectories])
         row |= _component_metrics(name, rewards, pass_at, (directions or {}).get(name, 1))
     row["validation/mean_length"] = float(np.mean([t.num_policy_tokens for t in trajectories]))
     row["validation/env_failed"] = float(np.mean([not t.trains for t in trajectories]))

@@ -234,7 +234,7 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
         if isinstance(advantages, TurnAdvantages):
             return advantages, advantages.of_sequences(batch.trajectories), measured
         if self.config.gdpo.credit == "span":
-            return advantages, by_span(advantages, batch.trajectories), measured
+            return advantages, by_span(advantages, batch.trajectories, self.config.gdpo.group_by), measured
         return advantages, advantages.values.numpy(), measured
 
     def _weighted(self, batch: Rollout) -> Config:

@@ -77,8 +77,8 @@ ALGORITHMS = (
     ),
     mutant(
         "algorithms/estimators.py",
-        "    z *= weights[:, None]\n",
-        "    z *= np.abs(weights)[:, None]\n",
+        "    z *= weights if weights.ndim == 2 else weights[:, None]\n",
+        "    z *= weights if weights.ndim == 2 else np.abs(weights)[:, None]\n",
         "algorithms/test_exact_advantages.py::test_gdpo_divides_by_the_exact_deviation_of_the_batch_at_every_ddof",
         "sign of a negative weight",
     ),
@@ -98,8 +98,8 @@ ALGORITHMS = (
     ),
     mutant(
         "algorithms/estimators.py",
-        "return Terms(components, terms.has_signal & ~conflict, dropped=np.asarray(conflict))",
-        "return Terms(components, terms.has_signal, dropped=conflict)",
+        "return Terms(terms.components * factor, terms.has_signal & ~conflict, dropped=np.asarray(conflict))",
+        "return Terms(terms.components * factor, terms.has_signal, dropped=conflict)",
         "algorithms/test_estimators.py::test_gd2po_standardises_over_the_retained_rollouts_only",
         "conflicting samples of GD2PO are in no batch statistic",
     ),

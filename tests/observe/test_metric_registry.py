@@ -147,12 +147,14 @@ def rows_of_the_real_functions() -> list[dict[str, float]]:
     packing = measure([[[0, 1]]], [3, 4], 1, 1, 0.0)
     update = UpdateResult(0.1, 1.0, 1e-4, False, sums, maxima, packing, sequences=2, skipped_sequences=1)
     advantages = compute_advantages({"a": [0.0, 1.0, 1.0, 1.0], "b": [1.0, 0.0, 1.0, 1.0]}, [0] * 4)
+    family = compute_advantages({"rubric/*": [[0.0, 1.0], [1.0, 1.0]]}, [0] * 2).diagnostics.metrics()
     trajectories = [*samples(), *samples(outcome=Outcome.ENV_FAILED)]
     group = Group(trajectories[0].prompt, samples())
     weights = ComponentWeights({"a": 0.0, "b": 0.0}, {"a": {"at_least": 1}, "b": {"at_most": 1}}, {})
     weights.update(1, {})
     return [
         weights.metrics,
+        family,
         update_metrics([update], on_policy=True) | advantages.diagnostics.metrics() | rollout_metrics(trajectories, 1),
         validation_metrics([group], [1]),
     ]

@@ -1,0 +1,104 @@
+"""Families of reward components: the criteria of the rows' rubrics as arrays of slots.
+
+Criterion j of a group is in slot j of its family. Slots of different groups are never compared, so the number of slots
+is the number of criteria of the largest rubric, and not the number of different criteria in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import numpy as np
+
+from gdpo_nemo.algorithms.rubrics import Criterion, family_name, gated
+from gdpo_nemo.algorithms.table import score
+from gdpo_nemo.data.records import Trajectory
+from gdpo_nemo.utils.errors import RunError
+
+
+@dataclass(frozen=True)
+class Family:
+    """Rewards of a family's criteria in a batch."""
+
+    name: str
+    """Name of the family, such as ``rubric/*``."""
+    rewards: np.ndarray
+    """float64 [slots, trajectories], NaN for a missing reward."""
+    weights: np.ndarray
+    """float64 [slots, trajectories], weight of the criterion in its rubric. 0 if the row does not have it."""
+    names: Sequence[tuple[str, ...]]
+    """Component in each slot, for each trajectory. Trajectories of a group have the same names."""
+
+    @property
+    def scores(self) -> np.ndarray:
+        """float64 [trajectories], score of each trajectory, NaN if no criterion has a reward."""
+        return score(self.rewards, self.weights)
+
+    def with_rewards(self, rewards: np.ndarray) -> Family:
+        """Return the family with other rewards."""
+        return replace(self, rewards=rewards)
+
+
+def families_of(trajectories: Sequence[Trajectory], group_by: str) -> dict[str, Family]:
+    """Return the families of the trajectories by name, after their required criteria.
+
+    Args:
+        group_by: value of ``gdpo.group_by``.
+
+    Raises:
+        RunError: if the samples of a group have different weights of a criterion.
+    """
+    rubrics: dict[object, dict[str, dict[str, Criterion]]] = {}
+    keys: list[object] = []
+    previous: dict[str, Criterion] = {}
+    for trajectory in trajectories:
+        prompt = trajectory.prompt
+        keys.append(prompt.token_ids.tobytes() if group_by == "prompt" else prompt.id)
+        rubric = rubrics.setdefault(keys[-1], {})
+        # The samples of a group usually have the same criteria, which need to be read only once.
+        if not rubric or trajectory.criteria != previous:
+            _merge(rubric, trajectory)
+        previous = trajectory.criteria
+    names = dict.fromkeys(chain.from_iterable(rubrics.values()))
+    return {name: _family(name, trajectories, keys, rubrics) for name in names}
+
+
+def _merge(rubric: dict[str, dict[str, Criterion]], trajectory: Trajectory) -> None:
+    """Add the criteria of a trajectory to the rubric of its group, which contains the criteria by family."""
+    for name, criterion in trajectory.criteria.items():
+        known = rubric.setdefault(family_name(name), {}).setdefault(name, criterion)
+        if known.weight != criterion.weight:
+            raise RunError(
+                f"criterion {name!r} of prompt {trajectory.prompt.id} has the weights {known.weight:g} and "
+                f"{criterion.weight:g}; all samples of a group must have the same rubric"
+            )
+
+
+def _family(
+    name: str,
+    trajectories: Sequence[Trajectory],
+    keys: Sequence[object],
+    rubrics: Mapping[object, Mapping[str, Mapping[str, Criterion]]],
+) -> Family:
+    """Return a family of the trajectories. ``keys`` contains the key of each trajectory's rubric."""
+    slots = max(len(rubric.get(name, ())) for rubric in rubrics.values())
+    components, weights, has_gate = {}, {}, {}
+    for key, rubric in rubrics.items():
+        criteria = rubric.get(name, {})
+        components[key] = tuple(criteria)
+        weights[key] = [criterion.weight for criterion in criteria.values()] + [0.0] * (slots - len(criteria))
+        has_gate[key] = any(criterion.required for criterion in criteria.values())
+    rewards = np.full((len(trajectories), slots), np.nan)
+    for row, (key, trajectory) in enumerate(zip(keys, trajectories)):
+        found: Mapping[str, float | None] = trajectory.rewards
+        if has_gate[key]:
+            found = gated(trajectory.rewards, trajectory.criteria, name)
+        rewards[row, : len(components[key])] = [found.get(component) for component in components[key]]
+    return Family(name, rewards.T, np.array([weights[key] for key in keys]).T, [components[key] for key in keys])
+
+
+def slots_of(columns: Mapping[str, np.ndarray], families: Mapping[str, Family]) -> dict[str, np.ndarray]:
+    """Return the columns for ``compute_advantages``, in which a family has the shape [trajectories, slots]."""
+    return {name: column.T if name in families else column for name, column in columns.items()}
