@@ -61,6 +61,8 @@ def explain_step(
             folder names a custom function.
     """
     path = Path(path)
+    if any(override.startswith("gdpo.weighting") for override in overrides):
+        raise ConfigError("gdpo.weighting: depends on earlier steps; use gdpo-nemo replay --instead")
     groups, recorded = read_step(path)
     config = load_config(config_path or _run_config_path(path), overrides)
     if config_path is None:
