@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,8 +61,8 @@ class Saw(WeightingRule):
         mean, deviation = float(shifted.mean()), float(shifted.std(ddof=1))
         if deviation and mean < 1e3 * self._DELTA:
             raise RuleRefusal(
-                f"component {name!r} has the mean {mean:.3g} above its lower bound, too near 0 for a coefficient of "
-                "variation; scale it with gdpo.shaping"
+                f"component {name!r} has the mean {mean:.3g} above its lower bound, which is too near 0 for a "
+                "coefficient of variation; scale it with gdpo.shaping"
             )
         return deviation / (mean + self._DELTA)
 
@@ -126,7 +127,7 @@ class Ctwa(WeightingRule):
 def within_groups(column: np.ndarray | None, values: np.ndarray, groups: np.ndarray) -> float | None:
     """Return the mean over groups of the covariance (divided by the number of samples) of a reward and ``values``.
 
-    Only samples with the reward count, and only groups with at least two of them. None if there is no such group.
+    Only samples with the reward count, and only groups with at least two of them. None without such a group.
     """
     if column is None:
         return None
@@ -266,10 +267,10 @@ def added_volume(point: Sequence[float], others: Sequence[list[float]]) -> float
 
     This is the exclusive hypervolume of the algorithm WFG (While, Bradstreet and Barone 2012), to be maximised.
     """
-    if any(value <= 0 for value in point):
+    if min(point) <= 0:
         return 0.0
-    limited = [[min(a, b) for a, b in zip(point, other, strict=True)] for other in others]
-    inside = non_dominated([values for values in limited if all(value > 0 for value in values)])
+    limited = [list(map(min, point, other)) for other in others]
+    inside = non_dominated([values for values in limited if min(values) > 0])
     covered = sum(added_volume(values, inside[number + 1 :]) for number, values in enumerate(inside))
     return max(math.prod(point) - covered, 0.0)
 
@@ -278,7 +279,7 @@ def non_dominated(points: Sequence[list[float]]) -> list[list[float]]:
     """Return the distinct points that no other point reaches in all coordinates, in descending order."""
     front: list[list[float]] = []
     for point in sorted(points, reverse=True):
-        if not any(all(b >= a for a, b in zip(point, better, strict=True)) for better in front):
+        if not any(all(map(operator.ge, better, point)) for better in front):
             front.append(point)
     return front
 
@@ -340,7 +341,7 @@ RULES: dict[str, type[WeightingRule]] = {
 
 
 def rule_of(weighting: Mapping[str, Any]) -> str:
-    """Return the name or import path of the rule. Empty if there is no rule.
+    """Return the name or import path of the rule. Empty without a rule.
 
     Raises:
         ValueError: if options have no rule, or the rule is unknown. The message begins with the key within `gdpo`.

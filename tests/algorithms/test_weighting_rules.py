@@ -79,7 +79,7 @@ def test_saw_refuses_rewards_whose_mean_may_be_near_zero():
         NumericsFailed, match=r"^gdpo.weighting: saw, step 4: component 'short' has the reward -0.5, be"
     ):
         runner.factors(batch({"right": range(8), "short": [-0.5, 0.5] * 4}, step=4))
-    with pytest.raises(NumericsFailed, match="has the mean 1.05e-08 above its lower bound, too near 0"):
+    with pytest.raises(NumericsFailed, match="has the mean 1.05e-08 above its lower bound, which is too near 0"):
         runner.factors(batch({"right": range(8), "short": [1e-9, 0] * 4}))
     assert rule("saw").factors(batch({"right": [1] * 8, "short": [0] * 8})) == {"right": 1.0, "short": 1.0}
 

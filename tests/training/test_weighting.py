@@ -226,7 +226,7 @@ def test_a_custom_rule_that_fails_later_ends_the_run_with_its_step(custom):
 
 
 def test_a_built_in_rule_that_is_not_defined_for_the_rewards_ends_the_run():
-    made, policy = algorithm(weighting("saw"), "gdpo.shaping=[{component: low, linear: {from: [0, 1], to: [1, 0]}}]")
+    made, policy = algorithm(weighting("saw"), "gdpo.shaping=[{component: low, linear: {from: [0, 1], to: [0, -1]}}]")
     with pytest.raises(NumericsFailed, match="gdpo.weighting: saw, step 1: component 'low' has the reward -"):
         step(made, policy, 0)
 
