@@ -21,6 +21,7 @@ from gdpo_nemo.training.gdpo import GDPO
 from gdpo_nemo.utils.errors import ConfigError, NumericsFailed, UserCodeFailed
 from gdpo_nemo.utils.state import from_json, to_json
 
+EXAMPLE = "examples/custom_weighting.py"
 OPTIONS = {
     "ctwa": "target: 0.5, lr: 0.5",
     "gradnorm": "alpha: 0.5, best: {low: 3, high: 3}",
@@ -190,6 +191,8 @@ def test_a_custom_rule_multiplies_the_weights_and_keeps_its_state(custom):
     made, policy = algorithm(custom("halves", "name: high"))
     assert step(made, policy, 0)[0] == {"low": 1.0, "high": 1.0} and "weighting" not in made.state()
     assert check_own_functions(made.config) == []
+    for name in ("shortfall, best: 2.0", "Slow, newest: 0.5"):
+        assert check_own_functions(gradient_config(f"gdpo.weighting={{rule: {EXAMPLE}:{name}}}")) == []
     unbroken, policy = algorithm(custom("Counting", "rate: 0.1"))
     assert check_own_functions(unbroken.config) == []
     weights = [step(unbroken, policy, version)[0] for version in range(3)]
