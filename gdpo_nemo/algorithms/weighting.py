@@ -59,6 +59,18 @@ class StepRewards:
 
 
 @dataclass(frozen=True)
+class RowRewards:
+    """Rewards of a row's criteria in a step, from which a rule computes the factors of the criteria."""
+
+    row: str
+    """Id of the row, which is the same in every epoch."""
+    weights: Mapping[str, float]
+    """Weight of each criterion of one family, by component."""
+    rewards: Mapping[str, np.ndarray]
+    """Rewards by component: float64 [samples of the row], NaN if missing."""
+
+
+@dataclass(frozen=True)
 class StepAdvantages:
     """Advantages of a step, from which a rule computes the factors of later steps."""
 
@@ -92,10 +104,16 @@ class WeightingRule:
     """True if a factor may be 0."""
     is_common: ClassVar[bool] = False
     """True if all components get the same factor."""
+    weighs_criteria: ClassVar[bool] = False
+    """True if the rule has factors for the criteria of a family."""
 
     def factors(self, batch: StepRewards) -> Mapping[str, float]:
         """Return the factor of each component's weight in the step."""
         raise NotImplementedError
+
+    def criterion_factors(self, row: RowRewards) -> dict[str, float]:
+        """Return the factor of each criterion of a family in a row's group."""
+        return dict.fromkeys(row.weights, 1.0)
 
     def observe(self, trained: StepAdvantages) -> None:
         """Receive the advantages of the step."""
@@ -176,6 +194,10 @@ class RuleRunner:
         if problem := _problem(found, batch.names):
             raise self._failed(batch.step, f"returned {problem}")
         return {name: float(found[name]) for name in batch.names}
+
+    def criterion_factors(self, step: int, row: RowRewards) -> dict[str, float]:
+        """Return the factor of each criterion of a family in a row's group."""
+        return dict(self._call(step, self.rule.criterion_factors, row))
 
     def observe(self, advantages: np.ndarray, terms: Mapping[str, np.ndarray]) -> None:
         """Pass the advantages of the step to the rule, for the samples of `factors`."""

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from gdpo_nemo.algorithms.loss_selection import is_import_path
-from gdpo_nemo.algorithms.weighting import RuleRefusal, StepAdvantages, StepRewards, WeightingRule
+from gdpo_nemo.algorithms.rubrics import is_family
+from gdpo_nemo.algorithms.weighting import RowRewards, RuleRefusal, StepAdvantages, StepRewards, WeightingRule
 from gdpo_nemo.algorithms.weighting_gradients import GradNorm, Influence, Mgda
 from gdpo_nemo.utils.errors import nearest
 
@@ -146,11 +147,12 @@ def within_groups(column: np.ndarray | None, values: np.ndarray, groups: np.ndar
 
 @dataclass
 class Pow3r(WeightingRule):
-    """POW3R (arXiv 2605.20164): weights move to components with contrast within groups, and keep their sum.
+    """POW3R (arXiv 2605.20164): weights move to criteria or components with contrast, and keep their sum.
 
-    The weight is w_k alpha_k sum |w| / sum |w| alpha. With g_k = sqrt(v_k + epsilon), where v_k is the mean over groups
-    of the variance within a group, and the mean of g weighted by |w|, each step moves alpha_k by ``ema`` toward
-    (1 - blend) + blend g_k / mean g, within ``low`` and ``high``.
+    The weight is w_k alpha_k sum |w| / sum |w| alpha. With g_k = sqrt(v_k + epsilon), where v_k is the variance within
+    a group, and the mean of g weighted by |w|, a step moves alpha_k by ``ema`` toward (1 - blend) + blend g_k / mean g,
+    within ``low`` and ``high``. The criteria of each row have their own alpha, which acts when the row is sampled
+    again. Components other than families have one alpha for all rows, with the mean of v over groups.
     """
 
     blend: float = 0.5
@@ -167,6 +169,7 @@ class Pow3r(WeightingRule):
     """Share of samples that must have the reward; alpha does not move below it."""
 
     name = "pow3r"
+    weighs_criteria = True
 
     def __post_init__(self) -> None:
         for option in ("blend", "ema", "min_valid"):
@@ -175,33 +178,50 @@ class Pow3r(WeightingRule):
         _check_range("low", self.low, 0.0, 1.0)
         _check_range("high", self.high, 1.0, math.inf, closed=True)
         self._alphas: dict[str, float] = {}
+        self._rows: dict[str, dict[str, float]] = {}
 
     def factors(self, batch: StepRewards) -> dict[str, float]:
         """Return the factors after the previous steps, and move alpha by the contrast of this step."""
-        alphas = {name: self._alphas.get(name, 1.0) for name in batch.names}
-        sizes = {name: abs(weight) for name, weight in batch.weights.items()}
-        kept = sum(sizes.values()) / sum(sizes[name] * alphas[name] for name in sizes) if sizes else 1.0
-        self._alphas |= self._moved(batch, alphas, sizes)
-        return {name: alpha * kept for name, alpha in alphas.items()}
+        sizes = {name: abs(weight) for name, weight in batch.weights.items() if not is_family(name)}
+        found = self._step(self._alphas, sizes, batch.rewards, batch.groups)
+        return {name: found.get(name, 1.0) for name in batch.names}
 
-    def _moved(self, batch: StepRewards, alphas: Mapping[str, float], sizes: Mapping[str, float]) -> dict[str, float]:
+    def criterion_factors(self, row: RowRewards) -> dict[str, float]:
+        """Return the factors after the earlier samples of the row, and move alpha by the contrast of its samples."""
+        sizes = {name: abs(weight) for name, weight in row.weights.items()}
+        one_group = np.zeros(len(next(iter(row.rewards.values()))), np.int64)
+        return self._step(self._rows.setdefault(row.row, {}), sizes, row.rewards, one_group)
+
+    def _step(
+        self,
+        alphas: dict[str, float],
+        sizes: Mapping[str, float],
+        rewards: Mapping[str, np.ndarray],
+        groups: np.ndarray,
+    ) -> dict[str, float]:
+        """Return the factors of a category, and move ``alphas`` of its members by their contrast."""
+        before = {name: alphas.get(name, 1.0) for name in sizes}
         contrasts = {}
-        for name in batch.names:
-            column = batch.rewards.get(name)
-            if column is None or len(batch.present(name)) < self.min_valid * len(column):
+        for name in sizes:
+            column = rewards.get(name)
+            if column is None or np.isfinite(column).sum() < self.min_valid * len(column):
                 continue
-            variance = within_groups(column, column, batch.groups)
+            variance = within_groups(column, column, groups)
             if variance is not None:
                 contrasts[name] = math.sqrt(variance + self.epsilon)
-        return move_alphas(self, alphas, sizes, contrasts)
+        alphas |= move_alphas(self, before, sizes, contrasts)
+        total = sum(sizes[name] * alpha for name, alpha in before.items())
+        kept = sum(sizes.values()) / total if total else 1.0
+        return {name: alpha * kept for name, alpha in before.items()}
 
     def state(self) -> dict[str, Any]:
-        """Return alpha of each component."""
-        return {"alphas": dict(self._alphas)}
+        """Return alpha of each component, and of the criteria of each row."""
+        return {"alphas": dict(self._alphas), "rows": {row: dict(alphas) for row, alphas in self._rows.items()}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore alpha."""
         self._alphas = dict(state["alphas"])
+        self._rows = {row: dict(alphas) for row, alphas in state["rows"].items()}
 
 
 def move_alphas(
@@ -382,6 +402,12 @@ def read_rule(weighting: Mapping[str, Any], components: Iterable[str]) -> Weight
         return RULES[name](**options)
     except (TypeError, ValueError) as error:
         raise ValueError(f"weighting: {name}: {error}") from None
+
+
+def weighs_criteria(rewards: Iterable[str], weighting: Mapping[str, Any]) -> bool:
+    """Return True if the rule has factors for the criteria of a family in `gdpo.rewards`."""
+    rule = RULES.get(rule_of(weighting))
+    return rule is not None and rule.weighs_criteria and any(map(is_family, rewards))
 
 
 def options_of(weighting: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from gdpo_nemo.algorithms.preference_objectives import PREFERENCES
 from gdpo_nemo.algorithms.rewards import check_shaping, creates, parse_condition, rule_name
 from gdpo_nemo.algorithms.selection import check_selection, run_estimator, select
 from gdpo_nemo.algorithms.table import build_table, with_array_hint
-from gdpo_nemo.algorithms.weighting_rules import read_rule, rule_of
+from gdpo_nemo.algorithms.weighting_rules import read_rule, rule_of, weighs_criteria
 from gdpo_nemo.config.algorithm_choice import (
     ALGORITHMS,
     TRAINED,
@@ -220,7 +220,7 @@ def _check_weighting(config: Config, algorithm: AlgorithmSpec) -> None:
     if not name:
         return
     _check_import_path("gdpo.weighting", name)
-    if len(gdpo.rewards) < 2:
+    if len(gdpo.rewards) < 2 and not weighs_criteria(gdpo.rewards, gdpo.weighting):
         raise ConfigError("gdpo.weighting: requires at least two components in gdpo.rewards")
     if rule is None:
         return

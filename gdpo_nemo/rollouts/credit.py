@@ -131,7 +131,7 @@ def advantages_of(
 
     def rewards() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         columns, families = _criteria_columns(trajectories, config, functions)
-        return slots_of(columns, families), {name: family.weights.T for name, family in families.items()}
+        return slots_of(columns, families), {name: family.trained_weights.T for name, family in families.items()}
 
     return _compute(rewards, ids, valid, lengths, config, functions, kl=kl)
 
@@ -479,7 +479,7 @@ def turn_rows(
         turn=np.concatenate(list(map(np.arange, counts))),
         tokens=np.array(list(chain.from_iterable(tokens)), np.int64),
         columns=columns,
-        weights={name: family.weights.T[of_turn] for name, family in families.items()},
+        weights={name: family.trained_weights.T[of_turn] for name, family in families.items()},
     )
 
 

@@ -34,6 +34,7 @@ from gdpo_nemo.rollouts.credit import (
     updates_of,
     with_weights,
 )
+from gdpo_nemo.rollouts.families import weigh_criteria
 from gdpo_nemo.rollouts.metrics import check_failures, rollout_metrics, update_metrics
 from gdpo_nemo.rollouts.user_functions import CustomFunctions
 from gdpo_nemo.training.algorithm import Algorithm
@@ -242,6 +243,8 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
 
         Call this method once per step, because it moves the weights of the constraints and the state of the rule.
         """
+        rule = None if self.weights is None else self.weights.rule
+        weigh_criteria(batch.groups, rule, 1 + (batch.version or 0))
         if self.weights is None:
             return self.config
         trained = [t for t in batch.trajectories if t.trains]
