@@ -183,36 +183,44 @@ class Pow3r(WeightingRule):
     def factors(self, batch: StepRewards) -> dict[str, float]:
         """Return the factors after the previous steps, and move alpha by the contrast of this step."""
         sizes = {name: abs(weight) for name, weight in batch.weights.items() if not is_family(name)}
-        found = self._step(self._alphas, sizes, batch.rewards, batch.groups)
+        variances = {}
+        for name in sizes:
+            column = batch.rewards.get(name)
+            if column is not None and np.isfinite(column).sum() >= self.min_valid * len(column):
+                variances[name] = within_groups(column, column, batch.groups)
+        found = self._step(self._alphas, sizes, variances)
         return {name: found.get(name, 1.0) for name in batch.names}
 
     def criterion_factors(self, row: RowRewards) -> dict[str, float]:
         """Return the factors after the earlier samples of the row, and move alpha by the contrast of its samples."""
         sizes = {name: abs(weight) for name, weight in row.weights.items()}
-        one_group = np.zeros(len(next(iter(row.rewards.values()))), np.int64)
-        return self._step(self._rows.setdefault(row.row, {}), sizes, row.rewards, one_group)
+        rewards = np.stack([row.rewards[name] for name in sizes])
+        present = np.isfinite(rewards)
+        counts = np.maximum(present.sum(axis=1, keepdims=True), 1)
+        rewards = np.where(present, rewards, 0.0)
+        centred = np.where(present, rewards - rewards.sum(axis=1, keepdims=True) / counts, 0.0)
+        found = np.square(centred).sum(axis=1) / counts[:, 0]
+        enough = present.sum(axis=1) >= max(2.0, self.min_valid * rewards.shape[1])
+        variances = {name: float(found[j]) if enough[j] else None for j, name in enumerate(sizes)}
+        return self._step(self._rows.setdefault(row.row, {}), sizes, variances)
 
     def _step(
-        self,
-        alphas: dict[str, float],
-        sizes: Mapping[str, float],
-        rewards: Mapping[str, np.ndarray],
-        groups: np.ndarray,
+        self, alphas: dict[str, float], sizes: Mapping[str, float], variances: Mapping[str, float | None]
     ) -> dict[str, float]:
-        """Return the factors of a category, and move ``alphas`` of its members by their contrast."""
+        """Return the factors of a category, and move ``alphas`` of its members with a variance (equations 5 to 8)."""
         before = {name: alphas.get(name, 1.0) for name in sizes}
-        contrasts = {}
-        for name in sizes:
-            column = rewards.get(name)
-            if column is None or np.isfinite(column).sum() < self.min_valid * len(column):
-                continue
-            variance = within_groups(column, column, groups)
-            if variance is not None:
-                contrasts[name] = math.sqrt(variance + self.epsilon)
-        alphas |= move_alphas(self, before, sizes, contrasts)
-        total = sum(sizes[name] * alpha for name, alpha in before.items())
-        kept = sum(sizes.values()) / total if total else 1.0
+        contrasts = {name: math.sqrt(v + self.epsilon) for name, v in variances.items() if v is not None}
+        total = sum(sizes[name] for name in contrasts)
+        mean = sum(sizes[name] * contrast for name, contrast in contrasts.items()) / total if total else 1.0
+        for name, contrast in contrasts.items() if total else ():
+            goal = self._within((1 - self.blend) + self.blend * contrast / mean)
+            alphas[name] = self._within((1 - self.ema) * before[name] + self.ema * goal)
+        trained = sum(sizes[name] * alpha for name, alpha in before.items())
+        kept = sum(sizes.values()) / trained if trained else 1.0
         return {name: alpha * kept for name, alpha in before.items()}
+
+    def _within(self, alpha: float) -> float:
+        return min(max(alpha, self.low), self.high)
 
     def state(self) -> dict[str, Any]:
         """Return alpha of each component, and of the criteria of each row."""
@@ -222,26 +230,6 @@ class Pow3r(WeightingRule):
         """Restore alpha."""
         self._alphas = dict(state["alphas"])
         self._rows = {row: dict(alphas) for row, alphas in state["rows"].items()}
-
-
-def move_alphas(
-    rule: Pow3r, alphas: Mapping[str, float], sizes: Mapping[str, float], contrasts: Mapping[str, float]
-) -> dict[str, float]:
-    """Return the next alpha of each member of a category that has a contrast (equations 5 to 7 of arXiv 2605.20164).
-
-    Args:
-        alphas, sizes: alpha and absolute weight of the members.
-        contrasts: g of the members with enough rewards.
-    """
-    total = sum(sizes[name] for name in contrasts)
-    if not total:
-        return {}
-    mean = sum(sizes[name] * contrast for name, contrast in contrasts.items()) / total
-    moved = {}
-    for name, contrast in contrasts.items():
-        goal = float(np.clip((1 - rule.blend) + rule.blend * contrast / mean, rule.low, rule.high))
-        moved[name] = float(np.clip((1 - rule.ema) * alphas[name] + rule.ema * goal, rule.low, rule.high))
-    return moved
 
 
 @dataclass
