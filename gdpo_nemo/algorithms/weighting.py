@@ -104,6 +104,8 @@ class WeightingRule:
     """True if a factor may be 0."""
     is_common: ClassVar[bool] = False
     """True if all components get the same factor."""
+    most_components: ClassVar[int | None] = None
+    """Largest number of components; None: no limit."""
     weighs_criteria: ClassVar[bool] = False
     """True if the rule has factors for the criteria of a family."""
 

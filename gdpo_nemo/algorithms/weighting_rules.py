@@ -242,6 +242,7 @@ class Hypervolume(WeightingRule):
 
     name = "hypervolume"
     is_common = True
+    most_components = 5
 
     def __post_init__(self) -> None:
         self._reference: dict[str, float] = {}

@@ -23,6 +23,7 @@ from gdpo_nemo.algorithms.preference_objectives import PREFERENCES
 from gdpo_nemo.algorithms.rewards import check_shaping, creates, parse_condition, rule_name
 from gdpo_nemo.algorithms.selection import check_selection, run_estimator, select
 from gdpo_nemo.algorithms.table import build_table, with_array_hint
+from gdpo_nemo.algorithms.weighting import WeightingRule
 from gdpo_nemo.algorithms.weighting_rules import read_rule, rule_of, weighs_criteria
 from gdpo_nemo.config.algorithm_choice import (
     ALGORITHMS,
@@ -214,7 +215,7 @@ def _check_weighting(config: Config, algorithm: AlgorithmSpec) -> None:
     gdpo = config.gdpo
     try:
         name = rule_of(gdpo.weighting)
-        rule = read_rule(gdpo.weighting, tuple(gdpo.rewards))
+        rule = read_rule(gdpo.weighting, gdpo.rewards)
     except ValueError as error:
         raise ConfigError(f"gdpo.{error}") from None
     if not name:
@@ -222,22 +223,32 @@ def _check_weighting(config: Config, algorithm: AlgorithmSpec) -> None:
     _check_import_path("gdpo.weighting", name)
     if len(gdpo.rewards) < 2 and not weighs_criteria(gdpo.rewards, gdpo.weighting):
         raise ConfigError("gdpo.weighting: requires at least two components in gdpo.rewards")
-    if rule is None:
-        return
-    if rule.reads_gradients and not gdpo.component_gradient_period:
-        raise ConfigError(f"gdpo.weighting: {name} requires gdpo.component_gradient_period, such as 10")
-    if rule.reads_advantages and algorithm.head == "value":
-        raise ConfigError(f"gdpo.weighting: {name} requires the advantages of an estimator, which PPO does not have")
-    if is_import_path(gdpo.estimator):
-        return
-    if rule.is_common and _cancels_common_factor(gdpo):
-        raise ConfigError(
-            f"gdpo.weighting: {name} multiplies all weights by one factor, which gdpo.estimator {gdpo.estimator} "
-            "cancels; use gdpo.batch_norm: false, or the estimator dr_grpo or rloo"
-        )
-    if rule.can_be_zero:
-        # Factors may be 0 for all components but one.
-        only = next(name for name in gdpo.rewards)
+    if rule is not None:
+        _check_rule(config, algorithm, rule)
+
+
+def _check_rule(config: Config, algorithm: AlgorithmSpec, rule: WeightingRule) -> None:
+    """Check that the other settings fit the properties of a built-in weighting rule. Raises ConfigError."""
+    gdpo = config.gdpo
+    most = rule.most_components or len(gdpo.rewards)
+    known = algorithm.head != "value" and not is_import_path(gdpo.estimator)
+    why = {
+        f"supports at most {most} components in gdpo.rewards": len(gdpo.rewards) > most,
+        "requires gdpo.component_gradient_period, such as 10": (
+            rule.reads_gradients and not gdpo.component_gradient_period
+        ),
+        "requires the advantages of an estimator, which PPO does not have": (
+            rule.reads_advantages and algorithm.head == "value"
+        ),
+        f"multiplies all weights by one factor, which gdpo.estimator {gdpo.estimator} cancels; use gdpo.batch_norm: "
+        "false, or the estimator dr_grpo or rloo": rule.is_common and known and _cancels_common_factor(gdpo),
+    }
+    for reason, refused in why.items():
+        if refused:
+            raise ConfigError(f"gdpo.weighting: {rule.name} {reason}")
+    if rule.can_be_zero and known:
+        # All factors but one may be 0.
+        only = next(iter(gdpo.rewards))
         check_estimator(replace(gdpo, rewards={name: weight * (name == only) for name, weight in gdpo.rewards.items()}))
 
 

@@ -256,6 +256,10 @@ def test_a_built_in_rule_that_is_not_defined_for_the_rewards_ends_the_run():
             ["gdpo.weighting={rule: hypervolume}"],
             "gdpo.weighting: hypervolume multiplies all weights by one factor, which gdpo.estimator gdpo cancels",
         ),
+        (
+            ["gdpo.weighting={rule: hypervolume}", "gdpo.rewards={a: 1, b: 1, c: 1, d: 1, e: 1, f: 1}"],
+            "gdpo.weighting: hypervolume supports at most 5 components in gdpo.rewards",
+        ),
         (["gdpo.weighting={rule: hypervolume}", "gdpo.estimator=grpo"], "which gdpo.estimator grpo cancels"),
         (
             ["gdpo.weighting={rule: saw}", "gdpo.preset=nemo_rl"],
