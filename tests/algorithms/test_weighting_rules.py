@@ -91,11 +91,12 @@ def test_ctwa_raises_the_weights_of_components_below_their_target():
     """The second formulation sums over pairs of samples: cov(r, A) = sum_ij (r_i - r_j)(A_i - A_j) / 2 n^2."""
     made = rule("ctwa", target={"right": 0.3, "short": 0.2, "polite": 5.0}, lr=0.5, ema=0.25, caps={"polite": -9})
     weights = {"right": 2.0, "short": -1.0, "polite": 1.0}
-    logs, averages = dict.fromkeys(NAMES, 0.0), {}
+    logs, averages, deficits = dict.fromkeys(NAMES, 0.0), {}, []
     for step in range(1, 5):
         seen = drawn(step, step, weights)
         np.testing.assert_allclose(values(made.factors(seen)), np.exp(list(logs.values())), **EXACT)
         advantages = np.random.default_rng(step + 50).normal(size=8)
+        advantages += 20 * (step > 2) * seen.rewards["right"]  # above the target of right in the last steps
         made.observe(StepAdvantages(seen, advantages, {}))
         for name, target in (("right", 0.3), ("short", 0.2)):
             found = []
@@ -105,8 +106,10 @@ def test_ctwa_raises_the_weights_of_components_below_their_target():
                 found.append(sum((r[i] - r[j]) * (advantages[i] - advantages[j]) for i, j in pairs) / 32)
             covariance = math.copysign(1, weights[name]) * sum(found) / 2
             averages[name] = 0.75 * averages.get(name, covariance) + 0.25 * covariance
-            logs[name] += 0.5 * max(target - averages[name], 0)
-    assert min(logs["right"], logs["short"]) > 0 == logs["polite"]
+            deficits.append(max(target - averages[name], 0))
+            logs[name] += 0.5 * deficits[-1]
+    np.testing.assert_allclose(values(made.factors(seen)), np.exp(list(logs.values())), **EXACT)
+    assert min(logs["right"], logs["short"]) > 0 == logs["polite"] == deficits[-2]
 
 
 def test_ctwa_equals_the_code_of_its_authors():
