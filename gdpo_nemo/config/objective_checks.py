@@ -234,6 +234,9 @@ def _check_rule(config: Config, algorithm: AlgorithmSpec, rule: WeightingRule) -
     known = algorithm.head != "value" and not is_import_path(gdpo.estimator)
     why = {
         f"supports at most {most} components in gdpo.rewards": len(gdpo.rewards) > most,
+        "requires gdpo.group_by: row for a family of criteria": (
+            gdpo.group_by == "prompt" and weighs_criteria(gdpo.rewards, gdpo.weighting)
+        ),
         "requires gdpo.component_gradient_period, such as 10": (
             rule.reads_gradients and not gdpo.component_gradient_period
         ),

@@ -304,6 +304,8 @@ def test_pow3r_weighs_the_criteria_of_a_row_by_their_contrast_when_the_row_comes
 
 def test_pow3r_accepts_a_single_family_and_leaves_its_weight():
     validate(config("gdpo.weighting={rule: pow3r}"))
+    with pytest.raises(ConfigError, match="gdpo.weighting: pow3r requires gdpo.group_by: row for a family"):
+        validate(config("gdpo.weighting={rule: pow3r}", "gdpo.group_by=prompt"))
     with pytest.raises(ConfigError, match="gdpo.weighting: requires at least two components"):
         validate(config("gdpo.weighting={rule: tchebycheff}"))
     columns = {"rubric/*": np.array([0.1, 0.9]), "a": np.array([0.0, 1.0]), "b": np.array([1.0, 1.0])}
