@@ -3,7 +3,8 @@
 Formulas, sources, invariances and traps of the rules are in docs/weighting.md. The rules that read gradients are in
 ``weighting_gradients``.
 
-In all rules, a component without a reward in the step has the factor 1, and n is the number of the other components.
+n is the number of components. `Saw` and `Tchebycheff` do not count a component without rewards in the step, and give it
+the factor 1.
 """
 
 from __future__ import annotations
