@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from test_component_gradients import Logits, config as gradient_config, rollout
 from test_trainer import DEMO, Recorder
 
 from gdpo_nemo.algorithms.weighting_rules import RULES
+from gdpo_nemo.commands import replay
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.validate import validate
 from gdpo_nemo.rollouts.credit import advantages_of, reward_columns
@@ -277,6 +279,20 @@ def test_an_invalid_rule_is_refused_with_its_key(overrides, message):
     with pytest.raises(ConfigError) as error:
         validate(load_config(DEMO, overrides))
     assert message in str(error.value)
+
+
+def test_another_rule_replaces_the_options_of_the_earlier_one():
+    before = "gdpo.weighting={rule: ctwa, target: 0.1}"
+    assert load_config(DEMO, [before, "gdpo.weighting={rule: saw}"]).gdpo.weighting == {"rule": "saw"}
+    assert load_config(DEMO, [before, "gdpo.weighting={}"]).gdpo.weighting == {}
+    assert load_config(DEMO, [before, "gdpo.weighting.lr=1"]).gdpo.weighting == {"rule": "ctwa", "target": 0.1, "lr": 1}
+
+
+def test_a_replay_uses_every_change_of_a_repeated_option():
+    parser = argparse.ArgumentParser()
+    replay.add(parser.add_subparsers())
+    found = parser.parse_args(["replay", "run", "--instead", "a=1", "b=2", "--instead", "c=3"])
+    assert found.instead == ["a=1", "b=2", "c=3"]
 
 
 def test_ppo_refuses_a_rule_that_reads_the_advantages_of_an_estimator():
