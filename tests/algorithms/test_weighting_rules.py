@@ -128,6 +128,41 @@ def test_ctwa_equals_the_code_of_its_authors():
     )
 
 
+@settings(max_examples=30)
+@given(st.integers(0, 10**6), st.floats(-5, 5), st.floats(0.1, 10))
+def test_ctwa_is_invariant_to_shifts_and_its_covariance_has_the_scale_of_the_reward(seed, shift, scale):
+    seen, advantages = drawn(seed), np.random.default_rng(seed + 1).normal(size=8)
+    moved = batch({name: column * scale + shift for name, column in seen.rewards.items()})
+    made = [rule("ctwa", target=target) for target in (0.5, 0.5 * scale)]
+    for each, rewards in zip(made, (seen, moved)):
+        each.observe(StepAdvantages(rewards, advantages, {}))
+    first, second = (values(each.state()["averages"]) for each in made)
+    np.testing.assert_allclose(second, first * scale, rtol=1e-8, atol=1e-12)
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 10**6), st.floats(-5, 5))
+def test_tchebycheff_is_invariant_to_a_shift_of_rewards_and_ideal(seed, shift):
+    seen = drawn(seed)
+    moved = batch({name: column + shift for name, column in seen.rewards.items()})
+    for temperature in (0.0, 0.3):
+        found = []
+        for rewards, ideal in ((seen, 2.0), (moved, 2.0 + shift)):
+            made = rule("tchebycheff", ideal=dict.fromkeys(NAMES, ideal), temperature=temperature)
+            found.append(values(made.factors(rewards)))
+        np.testing.assert_allclose(*found, atol=1e-9)
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 10**6), st.floats(0.01, 100))
+def test_mgda_is_invariant_to_a_common_scale_of_all_gradients_only(seed, scale):
+    products = products_of(seed, 3)
+    np.testing.assert_allclose(minimum_norm_weights(products * scale), minimum_norm_weights(products), atol=1e-9)
+    uneven = np.diag([2.0, 1, 1])
+    found = minimum_norm_weights(uneven @ np.eye(3) @ uneven)
+    np.testing.assert_allclose(found, [1 / 9, 4 / 9, 4 / 9], **EXACT)
+
+
 def test_ctwa_without_the_advantages_of_a_step_ends_the_run():
     runner = RuleRunner(rule("ctwa", target=0.1))
     runner.factors(drawn(0))
