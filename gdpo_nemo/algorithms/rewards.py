@@ -158,7 +158,6 @@ def _shortest(values: np.ndarray, rule: Mapping[str, Any], context: ShapingConte
     lengths = context.counted_lengths(options["thinking"])
     passing = COMPARISONS[operator](context.columns[other], threshold)
     groups = context.need("groups")
-    groups = context.need("groups")
     result = np.full(len(values), np.nan)
     for group in np.unique(groups[passing]):
         rows = passing & (groups == group)

@@ -38,6 +38,8 @@ class Criterion:
     """True if the row's criteria with a positive weight count only if this one is met, which means a reward of 1."""
     scale: tuple[float, float] = (0.0, 1.0)
     """Lowest and highest score that a judge may give. The reward is scaled to the range from 0 to 1."""
+    factor: float = 1.0
+    """Factor of ``gdpo.weighting`` in the advantages of the step. Scores and metrics do not contain it."""
 
 
 def is_family(name: str) -> bool:

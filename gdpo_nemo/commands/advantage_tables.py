@@ -62,6 +62,8 @@ def explain_step(
             folder names a custom function.
     """
     path = Path(path)
+    if any(override.startswith("gdpo.weighting") for override in overrides):
+        raise ConfigError("gdpo.weighting: depends on earlier steps; use gdpo-nemo replay --instead")
     groups, recorded = read_step(path)
     config = load_config(config_path or _run_config_path(path), overrides)
     if config_path is None:
@@ -75,8 +77,9 @@ def explain_step(
 
 
 def with_weights_of(run_dir: Path, step: int, config: Config) -> Config:
-    """Replace the weights that a constraint or schedule changes by the weights of a step, from the run's metrics."""
-    changed = {*config.gdpo.constraints, *config.gdpo.schedules}
+    """Replace the weights that a constraint, schedule or rule changes by the weights of a step, from the run's
+    metrics."""
+    changed = config.gdpo.constraints or config.gdpo.schedules or config.gdpo.weighting
     row = next((row for row in read_metrics(run_dir) if row["step"] == step and "lr" in row), {}) if changed else {}
     weights = {name: row.get(f"reward/{name}/weight", weight) for name, weight in config.gdpo.rewards.items()}
     return replace(config, gdpo=replace(config.gdpo, rewards=weights))

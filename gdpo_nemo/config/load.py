@@ -56,8 +56,8 @@ Overrides = Sequence[str] | Mapping[str, Any]
 Sources = list[tuple[str, dict[str, Any], bool]]
 """List of (name for messages, content, complete). If ``complete`` is True, a mapping of rewards or environments in the
 content replaces earlier entries. If it is False, the new entries are added to the earlier entries."""
-_LISTS = ("env", *ALGORITHMS, *(f"{name}.rewards" for name in ALGORITHMS))
-"""Keys for which the value of an override is a complete mapping of rewards or environments."""
+_LISTS = ("env", *ALGORITHMS, *(f"{name}.{key}" for name in ALGORITHMS for key in ("rewards", "weighting")))
+"""Keys for which the value of an override is a complete mapping of rewards, options of a rule, or environments."""
 
 
 def load_config(config: ConfigSource = None, overrides: Overrides = ()) -> Config:
@@ -232,13 +232,15 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
 
 
 def _replace_listed(merged: DictConfig, content: Mapping[str, Any]) -> None:
-    """Remove the rewards and environments from ``merged`` that a complete mapping in ``content`` does not list.
+    """Remove the rewards, options of ``gdpo.weighting`` and environments from ``merged`` that a complete mapping in
+    ``content`` does not list.
 
     An environment that is listed in both keeps its earlier options. Overrides such as ``gdpo.rewards.format=2`` and
     ``env.mine.strict=true`` only change single entries.
     """
-    if (content.get("gdpo") or {}).get("rewards") is not None:
-        merged.gdpo.rewards = {}
+    for name in ("rewards", "weighting"):
+        if (content.get("gdpo") or {}).get(name) is not None:
+            merged.gdpo[name] = {}
     listed = content.get("env")
     if isinstance(listed, Mapping) and not OmegaConf.is_missing(merged, "env"):
         for name in [name for name in merged.env if name not in listed]:

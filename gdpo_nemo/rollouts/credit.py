@@ -120,7 +120,7 @@ def advantages_of(
         RunError: if no trajectory has a reward with a weight, or a custom estimator fails or returns non-finite values.
     """
     trajectories = trajectories_of(groups)
-    ids = np.repeat(_group_ids(groups, config.gdpo.group_by), [len(group.trajectories) for group in groups])
+    ids = trajectory_groups(groups, config.gdpo.group_by)
     valid = np.array([t.trains for t in trajectories])
     if config.gdpo.credit == "turn":
         families = families_of(trajectories, config.gdpo.group_by)
@@ -141,7 +141,7 @@ def advantages_of(
 
     def rewards() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         columns, families = _criteria_columns(trajectories, config, functions)
-        return slots_of(columns, families), {name: family.weights.T for name, family in families.items()}
+        return slots_of(columns, families), {name: family.trained_weights.T for name, family in families.items()}
 
     return _compute(rewards, ids, valid, lengths, config, functions, kl=kl)
 
@@ -200,6 +200,12 @@ def _compute(
 def with_noise(gdpo: GdpoConfig) -> dict[str, Any]:
     """Return the options of the estimator, with ``gdpo.noise`` if it is set."""
     return {**gdpo.options, "noise": gdpo.noise} if gdpo.noise else gdpo.options
+
+
+def trajectory_groups(groups: Sequence[Group], by: str) -> np.ndarray:
+    """Return the group of each trajectory with which it is compared (``gdpo.group_by``). Shape: int64
+    [trajectories]."""
+    return np.repeat(_group_ids(groups, by), [len(group.trajectories) for group in groups])
 
 
 def _group_ids(groups: Sequence[Group], by: str) -> np.ndarray:
@@ -488,7 +494,7 @@ def turn_rows(
         turn=np.concatenate(list(map(np.arange, counts))),
         tokens=np.array(list(chain.from_iterable(tokens)), np.int64),
         columns=columns,
-        weights={name: family.weights.T[of_turn] for name, family in families.items()},
+        weights={name: family.trained_weights.T[of_turn] for name, family in families.items()},
     )
 
 

@@ -27,6 +27,27 @@ ALGORITHMS = (
         "the weight of a checkpoint is within the limits of the config",
     ),
     mutant(
+        "algorithms/weighting_rules.py",
+        "deficit = max(target - self._averages[name], 0.0)",
+        "deficit = target - self._averages[name]",
+        "algorithms/test_weighting_rules.py::test_ctwa_raises_the_weights_of_components_below_their_target",
+        "a component above its target keeps its factor",
+    ),
+    mutant(
+        "algorithms/weighting_gradients.py",
+        "{name: max(float(value), self.floor) for name, value in zip(gradients.names, found)}",
+        "{name: float(value) for name, value in zip(gradients.names, found)}",
+        "algorithms/test_weighting_rules.py::test_a_component_whose_gradient_is_not_needed_keeps_the_floor",
+        "the gradient of every component stays measurable",
+    ),
+    mutant(
+        "training/gdpo.py",
+        "StepGradients(names, products / np.outer(sizes, sizes))",
+        "StepGradients(names, products)",
+        "training/test_weighting.py::test_gradients_of_a_rule_belong_to_terms_of_weight_one",
+        "a rule reads gradients without the weights in force",
+    ),
+    mutant(
         "algorithms/advantages.py",
         "BatchScale(*_counted(table, terms, settings), np.inf)",
         "BatchScale(*_counted(table, terms, settings), 1.0)",

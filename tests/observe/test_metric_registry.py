@@ -21,6 +21,7 @@ from gdpo_nemo.algorithms.loss_selection import corrects_by_token
 from gdpo_nemo.algorithms.losses import LOSSES
 from gdpo_nemo.algorithms.offpolicy import CORRECTIONS
 from gdpo_nemo.algorithms.policy_loss import policy_loss
+from gdpo_nemo.algorithms.weighting_rules import Pow3r
 from gdpo_nemo.commands import cli
 from gdpo_nemo.data.packing import measure
 from gdpo_nemo.data.records import NOT_CONTIGUOUS, Group, Outcome, Prompt, Trajectory, UpdateResult
@@ -151,7 +152,8 @@ def rows_of_the_real_functions() -> list[dict[str, float]]:
     family = compute_advantages({"rubric/*": [[0.0, 1.0], [1.0, 1.0]]}, [0] * 2).diagnostics.metrics()
     trajectories = [*samples(), *samples(outcome=Outcome.ENV_FAILED)]
     group = Group(trajectories[0].prompt, samples())
-    weights = ComponentWeights({"a": 0.0, "b": 0.0}, {"a": {"at_least": 1}, "b": {"at_most": 1}}, {})
+    bounds = {"a": {"at_least": 1}, "b": {"at_most": 1}}
+    weights = ComponentWeights({"a": 0.0, "b": 0.0, "c": 1.0}, bounds, {}, Pow3r())
     weights.update(1, {})
     return [
         weights.metrics,
