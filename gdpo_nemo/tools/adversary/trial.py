@@ -172,7 +172,7 @@ def _verify(
     samples: Sequence[Trajectory],
 ) -> list[Verdict]:
     verdicts = _in_parts(environment, pool, workers, samples)
-    return [replace(verdict, rewards=oriented(verdict.rewards, directions)) for verdict in verdicts]
+    return [replace(verdict, rewards=oriented(verdict.component_rewards, directions)) for verdict in verdicts]
 
 
 def oriented(rewards: Rewards, directions: Mapping[str, int]) -> dict[str, float | None]:
