@@ -67,7 +67,7 @@ def profile_criteria(
     again = [families_of(_ungated(verified), "row") for verified in repeats]
     found = {}
     for name, family in families_of(_ungated(samples), "row").items():
-        others = np.array([families[name].rewards for families in again]).reshape(-1, *family.rewards.shape)
+        others = np.array([families[name].rewards for families in again]).reshape(len(again), *family.rewards.shape)
         found[name] = _profile(family, others, repeated, groups, valid)
     return found
 
@@ -153,4 +153,6 @@ def _repeatability(
     rows = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
     ids = (np.arange(slots)[:, None] * len(groups) + rows).ravel()
     judged = (valid & (family.weights != 0)).ravel()
-    return noise_of(family.rewards.ravel(), again.reshape(len(again), -1), judged, np.tile(repeated, slots), ids)
+    return noise_of(
+        family.rewards.ravel(), again.reshape(len(again), family.rewards.size), judged, np.tile(repeated, slots), ids
+    )
