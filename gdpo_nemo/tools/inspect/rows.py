@@ -129,16 +129,17 @@ def components_of(table: pa.Table) -> Components:
     """Return the components of the samples of a file."""
     rubrics = [text or "" for text in table.column("criteria").to_pylist()]
     if not any(rubrics):
-        rewards, terms = map_columns(table.column("rewards")), map_columns(table.column("terms"))
-        return Components(rewards, terms, rubrics, [None] * len(rubrics))
+        columns = (map_columns(table.column("rewards")), map_columns(table.column("terms")))
+        return Components(*columns, rubrics, [None] * len(rubrics))
     from gdpo_nemo.observe.sample_columns import values_of
 
     scores: list[dict[str, float | None]] = []
     totals: list[dict[str, float | None]] = []
     verdicts: list[list[Any] | None] = []
-    columns = (values_of(table.column("rewards")), values_of(table.column("terms")))
+    rows = zip(*(values_of(table.column(name)) for name in ("rewards", "terms")))
+    quotes = table.column("reward_tokens").to_pylist()
     known = {text: restored(json.loads(text or "{}")) for text in set(rubrics)}
-    for text, rewards, given, spans in zip(rubrics, *columns, table.column("reward_tokens").to_pylist()):
+    for text, (rewards, given), spans in zip(rubrics, rows, quotes):
         criteria, terms = known[text], given or {}
         scores.append(with_scores(rewards, criteria))
         totals.append({name: term for name, term in terms.items() if name not in criteria})

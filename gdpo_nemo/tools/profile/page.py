@@ -38,9 +38,9 @@ _LEGENDS = {
 _CRITERIA_HEADS = ("family", "criteria", "met", "dead", "missing", "noise", "agreement")
 _WORST_HEADS = ("row", "criterion", "problem")
 _CRITERIA_EXPLAINED = (
-    "criteria: number with a verdict, over all rows; met: verdicts that are 1, or 0 for a negative weight; dead: criteria with equal "
-    "verdicts on all samples of the row; noise: as above, of each criterion; agreement: verdicts that are equal when "
-    "the same samples are verified again"
+    "criteria: number with a verdict, over all rows; met: verdicts that are 1, or 0 for a negative weight; dead: "
+    "criteria with equal verdicts on all samples of the row; noise: as above, of each criterion; agreement: verdicts "
+    "that are equal when the same samples are verified again"
 )
 _BINS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
