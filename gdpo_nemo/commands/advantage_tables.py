@@ -384,7 +384,9 @@ def _criteria_tables(step: _Step, group_index: int) -> list[RenderableType]:
     """Return a table of the criteria with the largest terms in a group. Empty without criteria."""
     rows = step.rows(group_index)
     criteria = step.trajectories[rows.start].criteria
-    terms = {name: np.array([step.criterion_terms[i].get(name, 0.0) for i in rows]) for name in criteria}
+    terms = {}
+    for name in criteria:
+        terms[name] = np.array([step.criterion_terms[i].get(name, 0.0) for i in rows])
     order = sorted(criteria, key=lambda name: -np.abs(terms[name]).max())
     if not order:
         return []
@@ -392,8 +394,8 @@ def _criteria_tables(step: _Step, group_index: int) -> list[RenderableType]:
     for head in ("criterion", "weight", "required", "mean", "missing", "smallest term", "largest term"):
         table.add_column(head, justify="left" if head == "criterion" else "right")
     for name in order[:_CRITERIA_SHOWN]:
-        values = [value for i in rows if (value := step.trajectories[i].rewards.get(name)) is not None]
-        known = [value for value in values if not np.isnan(value)]
+        verdicts = [step.trajectories[i].rewards.get(name) for i in rows]
+        known = [value for value in verdicts if value is not None and not np.isnan(value)]
         text = f"{criterion_id(name)}: {criteria[name].text}"
         table.add_row(
             Text(text if len(text) <= _LONGEST_CRITERION else f"{text[:_LONGEST_CRITERION]}..."),

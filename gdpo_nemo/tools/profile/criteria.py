@@ -1,4 +1,4 @@
-"""Profile of a family's criteria: how many are met, vary within their group, and are judged alike again."""
+"""Profile of a family's criteria: shares that are met, dead or missing, and the repeatability of the verdicts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LONGEST = 80
 
 
 class Worst(NamedTuple):
-    """A criterion of a row that is not judged alike again or is dead."""
+    """A criterion of a row that is dead or has changing verdicts."""
 
     row: str
     criterion: str
