@@ -9,7 +9,7 @@ from gdpo_nemo.algorithms import compute_advantages
 from gdpo_nemo.algorithms.rubrics import Criterion
 from gdpo_nemo.data.records import Group, Prompt, Trajectory, trajectories_of
 from gdpo_nemo.tools.profile.criteria import profile_criteria
-from gdpo_nemo.tools.profile.reward_profile import profile_rewards
+from gdpo_nemo.tools.profile.reward_profile import error_deviation, profile_rewards
 
 GROUPS, SIZE = 64, 8
 IDS = np.repeat(np.arange(GROUPS), SIZE)
@@ -220,3 +220,11 @@ def test_criteria_of_a_family_are_profiled_as_a_whole_and_few_are_listed():
     assert [one.problem for one in same.worst] == ["always 1"] * 5
     (once,) = profile_criteria(groups, [], np.zeros((0, 48), bool)).values()
     assert once.agreement is None and once.noise is None and once.met == found.met
+
+
+def test_the_deviation_of_errors_averages_the_variances_of_samples():
+    values = np.array([[0.0, 1.0, np.nan, 5.0], [2.0, 1.0, 3.0, np.nan], [np.nan, 1.0, 5.0, np.nan]])
+    # Variances 2 and 2 with one degree of freedom each, and 0 with two.
+    assert error_deviation(values) == pytest.approx((4 / 4) ** 0.5)
+    assert error_deviation(values[:1]) is None
+    assert error_deviation(np.full((3, 2), 0.3)) == 0

@@ -200,9 +200,9 @@ def _episodes(pool: EnvironmentPools, verifies: bool, samples: Sequence[Trajecto
                 rewards[i][component] = before if value is None else value + (before or 0.0)
     verdicts = []
     for sample, earned, reply in zip(samples, rewards, replies):
-        counted = earned if reply.outcome is Outcome.OK else {}
-        criteria = criteria_of(sample.prompt.fields, counted)
-        verdicts.append(Verdict(counted, reply.outcome, reply.detail, criteria=criteria))
+        given = earned if reply.outcome is Outcome.OK else {}
+        criteria = criteria_of(sample.prompt.fields, given)
+        verdicts.append(Verdict(given, reply.outcome, reply.detail, criteria=criteria))
     if not verifies:
         return verdicts
     unscored = [i for i, verdict in enumerate(verdicts) if verdict.outcome is Outcome.OK and not verdict.rewards]
