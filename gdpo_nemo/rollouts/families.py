@@ -111,7 +111,9 @@ def _factors(group: Group, criteria: Mapping[str, Criterion], runner: RuleRunner
     factors: dict[str, float] = {}
     for family in dict.fromkeys(map(family_name, criteria)):
         weights = {name: criterion.weight for name, criterion in criteria.items() if family_name(name) == family}
-        rewards = {name: np.array([t.rewards.get(name) for t in trained], np.float64) for name in weights}
+        rewards = {}
+        for name in weights:
+            rewards[name] = np.array([t.rewards.get(name) for t in trained], np.float64)
         factors |= runner.criterion_factors(step, RowRewards(group.prompt.id, weights, rewards))
     return factors
 
