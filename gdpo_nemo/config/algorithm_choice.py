@@ -125,7 +125,8 @@ ALGORITHMS = {
         unused=(
             Unused(
                 "gdpo.estimator gdpo.preset gdpo.constraints gdpo.schedules gdpo.batch_norm gdpo.epsilon gdpo.options "
-                "gdpo.component_gradient_period gdpo.kl_in_reward gdpo.credit gdpo.dynamic_sampling.enabled",
+                "gdpo.component_gradient_period gdpo.kl_in_reward gdpo.credit gdpo.dynamic_sampling.enabled "
+                "rollout.selection.enabled",
                 "with algorithm distillation, which computes advantages from the teacher",
             ),
         ),
