@@ -197,7 +197,8 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(
         "gdpo.estimator gdpo.preset gdpo.constraints gdpo.schedules gdpo.shaping gdpo.batch_norm "
         "gdpo.kl_in_reward gdpo.credit gdpo.num_iterations gdpo.component_gradient_period "
-        "gdpo.dynamic_sampling.enabled rollout.max_staleness rollout.group_timeout_s rollout.replay_buffer.groups "
+        "gdpo.stop_when gdpo.dynamic_sampling.enabled rollout.max_staleness "
+        "rollout.group_timeout_s rollout.replay_buffer.groups "
         "rollout.function rollout.save_trainer_logprobs rollout.save_entropies rollout.save_groups "
         "rollout.endpoint.enabled rollout.selection.enabled policy.router_replay",
         lambda c: spec_of(c).samples,
@@ -215,6 +216,7 @@ EFFECTS: tuple[Effect, ...] = (
         lambda c: any(map(is_family, c.gdpo.rewards)),
         "unless gdpo.rewards has a family such as rubric/*",
     ),
+    Effect("gdpo.stop_errors gdpo.stop_patience", lambda c: bool(c.gdpo.stop_when), "unless gdpo.stop_when has goals"),
     Effect("gdpo.discount gdpo.turn_baseline", lambda c: c.gdpo.credit == "turn", "unless gdpo.credit is turn"),
     Effect(
         "gdpo.credit",

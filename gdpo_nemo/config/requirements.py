@@ -224,6 +224,16 @@ REQUIREMENTS = (
         lambda c: c.data.validation is not None,
         "requires data.validation, which is null",
     ),
+    Requires(
+        "gdpo.stop_when",
+        lambda c: c.gdpo.val_period > 0,
+        "requires validations; set gdpo.val_period above 0",
+    ),
+    Requires(
+        "gdpo.stop_when",
+        lambda c: c.gdpo.stop_when.keys() <= c.gdpo.rewards.keys(),
+        "must only have components of gdpo.rewards, got {value}",
+    ),
     # Replay and dynamic sampling
     Requires(
         "rollout.save_groups",

@@ -187,6 +187,13 @@ class GdpoConfig:
     max_num_epochs: Annotated[int | None, Range(1)] = None
     """Number of epochs over the training prompts after which training ends, rounded down to whole steps. Training ends
     earlier if max_num_steps is reached. Null: no limit."""
+    stop_when: Annotated[dict[str, float], Range(-(10**12), 10**12)] = field(default_factory=dict)
+    """Goals for the held-out means of components: `{correctness: 0.9, length: 0.95}`. Training ends if a validation
+    meets all goals. For a component with a negative weight, the goal is an upper bound."""
+    stop_errors: Annotated[float, Range(0)] = 1.0
+    """Number of standard errors by which a held-out mean must be better than its goal in stop_when."""
+    stop_patience: Annotated[int, Range(1)] = 1
+    """Number of consecutive validations that must meet the goals in stop_when."""
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     val_period: Annotated[int, Range(0)] = 0
     """Number of steps between validations; 0 disables validation."""

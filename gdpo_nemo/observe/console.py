@@ -262,8 +262,10 @@ def validation_line(row: Mapping[str, Any]) -> str:
     """Return one line of text for a validation."""
     values = []
     for key, value in row.items():
-        if key.startswith("validation/"):
-            values.append(f"{key.removeprefix('validation/')} {value:.3f}")
+        if key.startswith("validation/") and not key.endswith("/error"):
+            error = row.get(f"{key}/error")
+            spread = "" if error is None else f" ± {error:.3f}"
+            values.append(f"{key.removeprefix('validation/')} {value:.3f}{spread}")
     return f"validation after step {row['step']}  " + "  ".join(values)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import chain
 
 import numpy as np
 
-from gdpo_nemo.algorithms.diagnostics import mean_pass_at_k
+from gdpo_nemo.algorithms.diagnostics import mean_pass_at_k, present_values
 from gdpo_nemo.algorithms.rubrics import family_name
 from gdpo_nemo.data.records import NOT_CONTIGUOUS, Group, Outcome, Trajectory, UpdateResult, trajectories_of
 from gdpo_nemo.utils.errors import RunError
@@ -93,6 +93,10 @@ METRICS = {
     "validation/NAME/pass_at/NAME": (
         "reward",
         "Component NAME, unbiased pass@k (gdpo.val_pass_at_k): expected best reward of k samples of a held-out prompt",
+    ),
+    "validation/NAME/error": (
+        "reward",
+        "Standard error of component NAME's mean over the held-out prompts (for goals in gdpo.stop_when)",
     ),
     "validation/mean_length": ("tokens", "Mean number of tokens that the policy wrote for a held-out prompt"),
     "validation/env_failed": ("share", "Held-out samples that the environment failed to score"),
@@ -329,7 +333,10 @@ def _component_metrics(
 
 
 def validation_metrics(
-    groups: Sequence[Group], pass_at: Sequence[int] = (), directions: Mapping[str, int] | None = None
+    groups: Sequence[Group],
+    pass_at: Sequence[int] = (),
+    directions: Mapping[str, int] | None = None,
+    errors_of: Container[str] = (),
 ) -> dict[str, float]:
     """Return the metrics ``validation/...`` of the held-out samples.
 
@@ -339,6 +346,7 @@ def validation_metrics(
     Args:
         pass_at: values of k for pass@k.
         directions: result of ``component_weights.directions``.
+        errors_of: components whose standard error is included.
     """
     trajectories = trajectories_of(groups)
     row: dict[str, float] = {}
@@ -347,6 +355,9 @@ def validation_metrics(
         for group in groups:
             rewards.append([t.component_rewards.get(name) for t in group.trajectories])
         row |= _component_metrics(name, rewards, pass_at, (directions or {}).get(name, 1))
+        means = [float(np.mean(values)) for values in present_values(rewards)]
+        if name in errors_of and len(means) > 1:
+            row[f"validation/{name}/error"] = float(np.std(means, ddof=1) / np.sqrt(len(means)))
     row["validation/mean_length"] = float(np.mean([t.num_policy_tokens for t in trajectories]))
     row["validation/env_failed"] = float(np.mean([not t.trains for t in trajectories]))
     for name, value in logged_metrics(trajectories).items():

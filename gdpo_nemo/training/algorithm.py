@@ -131,7 +131,8 @@ class Algorithm[Batch, Prepared](ABC):
         Args:
             evaluated: ``Group`` objects with rewards if the algorithm samples, otherwise ``Prompt`` objects.
         """
-        return validation_metrics(evaluated, self.config.gdpo.val_pass_at_k, self._directions)
+        gdpo = self.config.gdpo
+        return validation_metrics(evaluated, gdpo.val_pass_at_k, self._directions, gdpo.stop_when)
 
     @property
     def _directions(self) -> dict[str, int]:

@@ -74,6 +74,8 @@ class RunState:
     """Metrics of the most recent validation. One of these metrics may rank the checkpoints."""
     algorithm: dict[str, Any] = field(default_factory=dict)
     """Result of ``Algorithm.state``. Empty if the algorithm has no state, and in older checkpoints."""
+    goals_met: int = 0
+    """Number of consecutive validations, up to the most recent one, that met all goals (``gdpo.stop_when``)."""
 
 
 class Checkpoints:

@@ -17,6 +17,7 @@ from gdpo_nemo.config.load import CONFIG, CONFIG_HISTORY, save_config, to_yaml
 from gdpo_nemo.config.schema import Config, GdpoConfig
 from gdpo_nemo.data.tokenizer import writes_date
 from gdpo_nemo.training.checkpoints import UPDATES_UNKNOWN, Checkpoints, RunState, model_fingerprint
+from gdpo_nemo.training.goals import Goals
 from gdpo_nemo.utils.errors import ConfigError, RunError, first_line
 from gdpo_nemo.utils.files import parse_yaml, read_text
 
@@ -73,6 +74,7 @@ def find_start(resolved: Resolved, run_dir: Path, inputs: Inputs) -> Start:
     changes = _changes(config, path, run_dir)
     if state.updates == UPDATES_UNKNOWN:  # The checkpoint is older than this field.
         state.updates = state.step * resolved.updates_per_step
+    Goals(config.gdpo).restore(state)
     remarks = [
         f"resuming from {path} after step {state.step}" + _nothing_to_train(config.gdpo, state, len(inputs.prompts)),
         *(change.sentence(state.step + 1) for change in changes),
@@ -108,6 +110,8 @@ def _nothing_to_train(gdpo: GdpoConfig, state: RunState, prompts: int) -> str:
         key = f"gdpo.max_num_steps ({gdpo.max_num_steps})"
     elif limit is not None and state.position + prompts_per_round(gdpo) > limit:
         key = f"gdpo.max_num_epochs ({gdpo.max_num_epochs})"
+    elif Goals(gdpo).reached(state):
+        key = "the goals in gdpo.stop_when, which are met"
     else:
         return ""
     return f": the run is complete, so nothing is trained; to continue, raise {key}"

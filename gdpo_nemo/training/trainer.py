@@ -20,6 +20,7 @@ from gdpo_nemo.config.load import CONFIG, save_config
 from gdpo_nemo.data.records import Group, UpdateResult
 from gdpo_nemo.observe.display import active
 from gdpo_nemo.observe.journal import TrainedBatch
+from gdpo_nemo.training.goals import Goals
 from gdpo_nemo.training.supervisor import FIRST_ATTEMPT, Attempt
 from gdpo_nemo.utils.errors import GdpoError, NumericsFailed, UserCodeFailed
 from gdpo_nemo.utils.progress import frozen, phase
@@ -79,6 +80,7 @@ class Trainer:
         self.validation_prompts = parts.validation_prompts
         self.prompt_limit = parts.prompt_limit
         self.total_updates = parts.total_updates
+        self.goals = Goals(self.config.gdpo)
         self.skipped_in_a_row = 0
         self.recovered = False
         """True if this attempt has completed a step."""
@@ -112,13 +114,13 @@ class Trainer:
 
     @property
     def complete(self) -> bool:
-        """True if the last step is done: ``max_num_steps`` is reached, or ``max_num_epochs`` leaves too few prompts for
-        another step."""
+        """True if the last step is done: ``max_num_steps`` is reached, ``max_num_epochs`` leaves too few prompts for
+        another step, or a validation met the goals."""
         spent = (
             self.prompt_limit is not None
             and self.state.position + prompts_per_round(self.config.gdpo) > self.prompt_limit
         )
-        return spent or self.state.step >= self.config.gdpo.max_num_steps
+        return spent or self.goals.reached(self.state) or self.state.step >= self.config.gdpo.max_num_steps
 
     def step(self) -> bool:
         """Run one step: get a batch, prepare it, run its optimizer updates, and send the weights to the engines.
@@ -245,6 +247,10 @@ class Trainer:
         row = {"step": step, **self.algorithm.validate(groups)}
         self.log.validation(row, [group for group in groups if isinstance(group, Group)])
         self.state.metrics = {name: value for name, value in row.items() if name != "step"}
+        was_reached = self.goals.reached(self.state)
+        self.goals.count(self.state)
+        if self.goals.reached(self.state) and not was_reached:
+            self.log.note(f"step {step}: all goals of gdpo.stop_when are met: {self.goals.describe(row)}; the run ends")
 
     def save(self) -> None:
         """Write a checkpoint of the current state. With ``checkpointing.async_save``, only begin to write it."""

@@ -48,14 +48,14 @@ ALGORITHMS = (
         "a single reward under trl_fork has no batch norm",
     ),
     mutant(
-        "tools/conformance/cases.py",
+        "tools/conformance/portable/cases.py",
         'return 0.0 if isinstance(first, str) and isinstance(second, str) else float("inf")',
         "return 0.0",
         "tools/test_conformance.py::test_errors_and_nan_are_never_equal_to_numbers",
         "an error is not equal to numbers",
     ),
     mutant(
-        "tools/conformance/cases.py",
+        "tools/conformance/portable/cases.py",
         "if not np.array_equal(np.isnan(a), np.isnan(b)):",
         "if np.isnan(a).all() != np.isnan(b).all():",
         "tools/test_conformance.py::test_errors_and_nan_are_never_equal_to_numbers",

@@ -156,7 +156,7 @@ def rows_of_the_real_functions() -> list[dict[str, float]]:
         weights.metrics,
         family,
         update_metrics([update], on_policy=True) | advantages.diagnostics.metrics() | rollout_metrics(trajectories, 1),
-        validation_metrics([group], [1]),
+        validation_metrics([group, group], [1], errors_of=["a"]),
     ]
 
 

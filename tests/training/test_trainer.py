@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import threading
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ import pytest
 
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.model_checks import resolve
+from gdpo_nemo.config.validate import validate
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory, UpdateResult
 from gdpo_nemo.observe.metric_registry import unknown_metrics
@@ -22,10 +24,12 @@ from gdpo_nemo.training import gdpo
 from gdpo_nemo.training.algorithm import Algorithm
 from gdpo_nemo.training.checkpoints import RunState
 from gdpo_nemo.training.gdpo import GDPO
+from gdpo_nemo.training.goals import Goals
+from gdpo_nemo.training.resume import _nothing_to_train
 from gdpo_nemo.training.supervisor import Attempt
 from gdpo_nemo.training.trainer import METRICS, Trainer
 from gdpo_nemo.utils import progress
-from gdpo_nemo.utils.errors import RunError, UserCodeFailed
+from gdpo_nemo.utils.errors import ConfigError, RunError, UserCodeFailed
 from gdpo_nemo.utils.state import from_json
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
@@ -62,6 +66,7 @@ class Recorder:
         log = SimpleNamespace(step=self.row,
                               validation=lambda row, groups: self.calls.append(f"validate {row['step']}"),
                               span=lambda *span: self.spans.append(span), alert=self.alerts.append,
+                              note=self.alerts.append,
                               trained=lambda *trained: self.trained.append(trained),
                               flush=lambda step: self.calls.append(f"samples {step}"))  # fmt: skip
         self.log = log
@@ -520,3 +525,57 @@ def test_exception_of_a_custom_algorithm_ends_the_run_with_a_sentence(method):
     recorder = without_engines(Recorder("gdpo.val_at_start=true"), broken)
     with pytest.raises(RunError, match=f"algorithm.type: Broken.{method} raised KeyError: 'x'"):
         recorder.trainer.fit()
+
+
+GOALS = ["gdpo.val_period=1", "gdpo.val_at_start=false", "gdpo.stop_when={a: 0.2, b: 0.4}"]
+"""The held-out means are 0.25 and 0.5, each with the standard error of two prompts: 0.25 and 0.5."""
+
+
+@pytest.mark.parametrize(
+    "overrides, steps",
+    [
+        (["gdpo.stop_errors=0"], 1),
+        (["gdpo.stop_errors=0", "gdpo.val_at_start=true"], 0),
+        (["gdpo.stop_errors=0", "gdpo.stop_patience=3"], 3),
+        (["gdpo.stop_errors=0.15"], 1),
+        (["gdpo.stop_errors=0.21"], 4),
+        ([], 4),
+        (["gdpo.stop_errors=0", "gdpo.stop_when={a: 0.3, b: 0.4}"], 4),
+        (["gdpo.stop_errors=0", "gdpo.rewards={a: -1, b: 1}"], 4),
+        (["gdpo.stop_errors=0", "gdpo.rewards={a: -1, b: 1}", "gdpo.stop_when={a: 0.3, b: 0.4}"], 1),
+    ],
+)
+def test_a_run_ends_when_every_goal_is_met(overrides, steps):
+    run = Recorder(*GOALS, "checkpointing.save_period=100", *overrides)
+    run.trainer.fit()
+    assert run.trainer.state.step == steps
+    assert run.trainer.state.goals_met == (0 if steps == 4 else max(steps, 1))
+    assert (run.calls[-1] == "checkpoint is whole") == (steps > 0), "the final state is saved"
+    told = [line for line in run.alerts if "gdpo.stop_when" in line]
+    assert len(told) == (steps < 4)
+    if steps < 4:
+        assert told[0].startswith(f"step {steps}: all goals of gdpo.stop_when are met: a 0.25 ± 0.25 (goal 0.")
+
+
+def test_a_resumed_run_knows_the_goals_that_it_met():
+    gdpo = load_config(DEMO, [*SMALL, *GOALS, "gdpo.stop_errors=0"]).gdpo
+    state = RunState(step=3, metrics={"validation/a": 0.25, "validation/b": 0.5}, goals_met=1)
+    Goals(gdpo).restore(state)
+    assert Goals(gdpo).reached(state)
+    assert "raise the goals in gdpo.stop_when" in _nothing_to_train(gdpo, state, 100)
+    raised = replace(gdpo, stop_when={"a": 0.9})
+    Goals(raised).restore(state)
+    assert state.goals_met == 0 and _nothing_to_train(raised, state, 100) == ""
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["gdpo.stop_when={a: 0.2}", "gdpo.val_period=0"], "gdpo.stop_when: requires validations"),
+        ([*GOALS, "gdpo.stop_when={c: 0.2}"], "gdpo.stop_when: must only have components of gdpo.rewards"),
+        (["gdpo.stop_patience=2"], "gdpo.stop_patience: has no effect unless gdpo.stop_when has goals"),
+    ],
+)
+def test_goals_without_validations_or_components_are_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        validate(load_config(DEMO, [*SMALL, *overrides]))

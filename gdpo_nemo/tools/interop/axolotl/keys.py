@@ -176,7 +176,7 @@ RULES: list[tuple[str, Act]] = expanded([
     ("reinit_weights", missing("weights are always loaded from the model folder")),
     ("use_eaft", missing("all tokens have the same weight")),
     ("diffusion", missing("only autoregressive models are supported")),
-    ("early_stopping_patience", missing("not supported; health.stop_on ends a run if a metric leaves its range")),
+    ("early_stopping_patience", missing("not supported; gdpo.stop_when ends a run that meets its goals")),
     ("loss_watchdog_*", idle("updates with a non-finite loss are skipped; health.stop_on can end a run on a metric")),
     ("plugins", _plugins),
     ("nemo_gym_*", combined("env")),
