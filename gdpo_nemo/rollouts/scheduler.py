@@ -12,7 +12,7 @@ The trainer's thread calls the public methods, which block. Tasks run on the eve
     train, publish weights, schedule(step + 1), ledger() if a checkpoint is due
 
     index, staleness > 0:  WAITING ─► DRAWING ─► READY ─► trained;  DRAWING ─► dropped (late, no signal)
-    index, staleness 0:    WAITING ─► READY ─► trained, or dropped (late, no signal, surplus)
+    index, staleness 0:    WAITING ─► READY ─► trained, or dropped (late, no signal, low variance, surplus)
 
 * The trainer waits in ``get_batch`` for P ready groups. The trainer gets None if too few prompts are left for a batch.
 * A group first waits for an engine with room and with weights at least as new as at the group's admission. Then the
