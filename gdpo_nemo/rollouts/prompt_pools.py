@@ -29,7 +29,10 @@ from gdpo_nemo.rollouts.credit import reward_columns
 from gdpo_nemo.utils.errors import ConfigError, nearest
 
 METRICS = {
-    "selection/skipped": ("prompts", "Prompts that rollout.selection passed over since the previous batch"),
+    "selection/skipped": (
+        "prompts",
+        "Prompts that rollout.selection considered but did not sample since the previous batch",
+    ),
     "selection/rate": ("share", "Mean probability with which rollout.selection samples a prompt that it considers"),
 }
 _STREAM = 2
@@ -139,7 +142,7 @@ class PromptPools:
     Args:
         prompts: training prompts.
         saved: result of ``state`` from the checkpoint, or None.
-        start: first place in the order of the run, if there is no saved state.
+        start: first place in the order of the run, without a saved state.
     """
 
     def __init__(self, config: Config, prompts: PromptSource, saved: Mapping[str, Any] | None = None, start: int = 0):

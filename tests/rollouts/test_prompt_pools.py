@@ -64,6 +64,10 @@ def ids(rollout):
     return [group.prompt.id for group in rollout.groups]
 
 
+def measured(rollout):
+    return rollout.measured["selection/skipped"], rollout.measured["selection/rate"]
+
+
 def through_json(state):
     return json.loads(json.dumps(state))
 
@@ -132,7 +136,7 @@ def test_absent_names_give_their_turns_to_the_others_and_do_not_catch_up():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_sampled_prompts_keep_the_quotas_of_sources_whatever_their_signal(seed):
+def test_sampled_prompts_keep_the_quotas_of_sources_for_all_signals(seed):
     rng = random.Random(seed)
     rows = Rows(60, dataset=lambda index: "abc"[min(index // 10, 2)])
     quotas = "{enabled: true, source: dataset, sources: {a: 0.5, b: 0.3, c: 0.2}}"
@@ -236,13 +240,14 @@ def test_synchronous_run_resumes_with_the_same_prompts_and_state(selecting, more
         whole.scheduler.schedule(step)
         states.append((through_json(whole.scheduler.ledger()), found[-1].next_position if found else 0))
         found.append(whole.train())
+    assert measured(found[0]) == (0, 1.0) and measured(found[9])[0] > 0 and 0.05 < measured(found[9])[1] < 1
     for step in (3, 7):
         saved, position = states[step]
         part = selecting(*options, dead=dead, step=step, position=position, saved=saved)
         for later in range(step, 10):
             rollout = part.train()
             assert ids(rollout) == ids(found[later]) and rollout.dropped == found[later].dropped
-            assert rollout.measured["selection/rate"] == found[later].measured["selection/rate"]
+            assert measured(rollout) == measured(found[later])
             part.scheduler.schedule(later + 1)
             assert through_json(part.scheduler.ledger()) == states[later + 1][0]
     if not more:
