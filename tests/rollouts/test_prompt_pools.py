@@ -240,7 +240,8 @@ def test_synchronous_run_resumes_with_the_same_prompts_and_state(selecting, more
         whole.scheduler.schedule(step)
         states.append((through_json(whole.scheduler.ledger()), found[-1].next_position if found else 0))
         found.append(whole.train())
-    assert measured(found[0]) == (0, 1.0) and measured(found[9])[0] > 0 and 0.05 < measured(found[9])[1] < 1
+    skipped, rates = zip(*map(measured, found))
+    assert skipped[0] == 0 and sum(skipped) > 0 and all(0.05 < rate <= 1.0 for rate in rates) and rates[9] < 0.8
     for step in (3, 7):
         saved, position = states[step]
         part = selecting(*options, dead=dead, step=step, position=position, saved=saved)
