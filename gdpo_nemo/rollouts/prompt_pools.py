@@ -292,6 +292,7 @@ class PromptPools:
             "cursors": cursors,
             "sources": dict(zip(self._source_names, self._turns.credits)),
             "difficulties": levels,
+            "skipped": self._skipped,
         }
 
     def _restore(self, saved: Mapping[str, Any]) -> None:
@@ -317,6 +318,7 @@ class PromptPools:
             if source in self._source_names and level in self._level_names:
                 pool = self._source_names.index(source), self._level_names.index(level)
                 self._cursors[pool] = _Cursor(place)
+        self._skipped = saved["skipped"]
         self._turns.restore(saved["sources"], self._source_names)
         for name, turns in zip(self._source_names, self._turns_of_source):
             turns.restore(saved["difficulties"].get(name, {}), self._level_names)
