@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from gdpo_nemo.algorithms.rewards import ShapingContext as ShapingContext
     from gdpo_nemo.algorithms.settings import Settings as Settings
     from gdpo_nemo.algorithms.table import RewardTable as RewardTable
+    from gdpo_nemo.algorithms.weighting import (
+        StepAdvantages as StepAdvantages,
+        StepGradients as StepGradients,
+        StepRewards as StepRewards,
+    )
     from gdpo_nemo.commands.env.check import check_environment as check_environment, sample_of as sample_of
     from gdpo_nemo.config.load import load_config as load_config
     from gdpo_nemo.config.schema import Config as Config
@@ -66,6 +71,7 @@ _HOMES = {
     "algorithms.rewards": ("ShapingContext",),
     "algorithms.settings": ("Settings",),
     "algorithms.table": ("RewardTable",),
+    "algorithms.weighting": ("StepAdvantages", "StepGradients", "StepRewards"),
     "commands.env.check": ("check_environment", "sample_of"),
     "config.load": ("load_config",),
     "config.schema": ("Config",),

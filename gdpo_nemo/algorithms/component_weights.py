@@ -17,23 +17,27 @@ has no weight while the other rewards alone meet the bound.
 
 A schedule interpolates linearly between its points [step, weight]. The weight in `gdpo.rewards` is the first weight of
 both: the multiplier at the start of the run, and the weight at step 1.
+
+Both are weighting rules that set weights. Another rule may then multiply the weights of the step (``weighting``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from gdpo_nemo.algorithms.table import nearest
+from gdpo_nemo.algorithms.weighting import RuleRunner, StepRewards, WeightingRule
 
 METRICS = {
     "reward/NAME/at_least": ("reward", "Lower bound of component NAME's mean (gdpo.constraints)"),
     "reward/NAME/at_most": ("reward", "Upper bound of component NAME's mean (gdpo.constraints)"),
     "reward/NAME/samples": ("samples", "Samples with component NAME, whose mean is compared with the bound"),
+    "reward/NAME/factor": ("", "Factor of gdpo.weighting in the weight of component NAME"),
 }
 
 
@@ -185,31 +189,104 @@ def _interpolate(points: Sequence[tuple[int, float]], step: int) -> float:
     return float(np.interp(step, [at for at, _ in points], [weight for _, weight in points]))
 
 
+class Schedules(WeightingRule):
+    """Schedules of a run, as a weighting rule.
+
+    Args:
+        rewards, schedules: the keys of the section `gdpo`, valid by `check_component_weights`.
+    """
+
+    name = "schedules"
+
+    def __init__(self, rewards: Mapping[str, float], schedules: Mapping[str, Any]) -> None:
+        self._points = {name: [(1, rewards[name]), *read_schedule(name, points)] for name, points in schedules.items()}
+
+    def weights(self, batch: StepRewards) -> dict[str, float]:
+        """Return the weights of the components with a schedule."""
+        return self.at(batch.step)
+
+    def at(self, step: int) -> dict[str, float]:
+        """Return the weights of the components with a schedule in a step."""
+        return {name: _interpolate(points, step) for name, points in self._points.items()}
+
+
+class Constraints(WeightingRule):
+    """Constraints of a run, as a weighting rule.
+
+    Args:
+        rewards, constraints: the keys of the section `gdpo`, valid by `check_component_weights`.
+    """
+
+    name = "constraints"
+
+    def __init__(self, rewards: Mapping[str, float], constraints: Mapping[str, Any]) -> None:
+        self._constraints = {name: read_constraint(name, options) for name, options in constraints.items()}
+        self.values = {name: rewards[name] for name in constraints}
+        """Multiplier of each constraint, with the sign of its direction."""
+        self.metrics: dict[str, float] = {}
+        """Metrics of the current step, which explain the weights."""
+
+    def weights(self, batch: StepRewards) -> dict[str, float]:
+        """Move the multipliers by the rewards of a step and return them.
+
+        A multiplier does not move in a step without a reward of its component.
+        """
+        self.metrics = {}
+        for name, constraint in self._constraints.items():
+            given = batch.present(name)
+            if len(given):
+                self.values[name] = constraint.ascend(self.values[name], float(given.mean()))
+            self.metrics[f"reward/{name}/{constraint.kind}"] = constraint.bound
+            self.metrics[f"reward/{name}/samples"] = float(len(given))
+        return dict(self.values)
+
+    def state(self) -> dict[str, float]:
+        """Return the multipliers."""
+        return dict(self.values)
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Restore the multipliers of the constraints that the run still has, within their current limits."""
+        for name, constraint in self._constraints.items():
+            if name in state:
+                self.values[name] = float(np.clip(state[name], *constraint.limits))
+
+
 class ComponentWeights:
-    """Current weights of all components of a run.
+    """Current weights of all components of a run: schedules and constraints set them, and one rule multiplies them.
 
     Args:
         rewards, constraints, schedules: the keys of the section `gdpo`, valid by `check_component_weights`.
+        rule: rule of `gdpo.weighting`, or None.
     """
 
     def __init__(
-        self, rewards: Mapping[str, float], constraints: Mapping[str, Any], schedules: Mapping[str, Any]
+        self,
+        rewards: Mapping[str, float],
+        constraints: Mapping[str, Any],
+        schedules: Mapping[str, Any],
+        rule: WeightingRule | None = None,
     ) -> None:
         self._directions = partial(directions, rewards, constraints, schedules)
         self._step = 1
+        self._rewards = dict(rewards)
+        self._constraints = Constraints(rewards, constraints)
+        self._schedules = Schedules(rewards, schedules)
+        self.rule = None if rule is None else RuleRunner(rule)
+        """Rule that multiplies the weights; None without one."""
+        self._factors: dict[str, float] = {}
         self.values = dict(rewards)
         """Weight of each component in the current step."""
-        self._constraints = {name: read_constraint(name, options) for name, options in constraints.items()}
-        self._schedules = {
-            name: [(1, rewards[name]), *read_schedule(name, points)] for name, points in schedules.items()
-        }
-        self.metrics: dict[str, float] = {}
-        """Metrics of the current step, which explain the weights of the constraints."""
 
     @property
     def changed(self) -> dict[str, float]:
-        """Weights of the components with a constraint or schedule."""
-        return {name: self.values[name] for name in (*self._constraints, *self._schedules)}
+        """Weights of the components with a constraint, schedule or factor."""
+        names = {*self._constraints.values, *self._schedules.at(self._step), *self._factors}
+        return {name: weight for name, weight in self.values.items() if name in names}
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the current step, which explain the weights."""
+        return self._constraints.metrics | {f"reward/{name}/factor": value for name, value in self._factors.items()}
 
     @property
     def directions(self) -> dict[str, int]:
@@ -217,37 +294,36 @@ class ComponentWeights:
         return self._directions(self._step)
 
     def at(self, step: int) -> dict[str, float]:
-        """Return `changed` in a step. The weights of the constraints are the current weights."""
-        return self.changed | {name: _interpolate(points, step) for name, points in self._schedules.items()}
+        """Return `changed` in a step. The weights of the constraints and the factors are the current ones."""
+        return self.changed | self._schedules.at(step)
 
-    def update(self, step: int, columns: Mapping[str, np.ndarray]) -> None:
+    def update(self, step: int, columns: Mapping[str, np.ndarray], groups: np.ndarray | None = None) -> None:
         """Set the weights of a step.
-
-        A constraint does not change the weight in a step without a reward of its component.
 
         Args:
             step: number of the step, counted from 1.
             columns: rewards of the batch by component, [samples], NaN for a missing reward.
+            groups: group of each sample, int64 [samples]. Only the rule reads it.
+
+        Raises:
+            GdpoError: if the rule fails (`weighting.RuleRunner`).
         """
         self._step = step
-        self.metrics = {}
-        for name, constraint in self._constraints.items():
-            given = columns[name][~np.isnan(columns[name])] if name in columns else np.zeros(0)
-            if len(given):
-                self.values[name] = constraint.ascend(self.values[name], float(given.mean()))
-            self.metrics[f"reward/{name}/{constraint.kind}"] = constraint.bound
-            self.metrics[f"reward/{name}/samples"] = float(len(given))
-        self.values |= self.at(step)
+        batch = StepRewards(step, self._rewards, columns, np.zeros(0, np.int64) if groups is None else groups)
+        self.values = self._rewards | self._constraints.weights(batch) | self._schedules.weights(batch)
+        if self.rule is not None:
+            batch = replace(batch, weights={name: weight for name, weight in self.values.items() if weight})
+            self._factors = self.rule.factors(batch)
+            self.values |= {name: weight * self._factors[name] for name, weight in batch.weights.items()}
 
     def state(self) -> dict[str, float]:
         """Return the weights of the constraints, for a checkpoint."""
-        return {name: self.values[name] for name in self._constraints}
+        return self._constraints.state()
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Restore the weights of the constraints that the run still has, within their current limits."""
-        for name, constraint in self._constraints.items():
-            if name in state:
-                self.values[name] = float(np.clip(state[name], *constraint.limits))
+        """Restore the weights of the constraints."""
+        self._constraints.load_state(state)
+        self.values |= self._constraints.values
 
 
 def _is_number(value: Any) -> bool:

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from gdpo_nemo.algorithms import Advantages
 from gdpo_nemo.algorithms.loss_selection import is_import_path
+from gdpo_nemo.algorithms.noise import error_rates
 from gdpo_nemo.algorithms.rewards import rule_name
 from gdpo_nemo.algorithms.rubrics import restored
 from gdpo_nemo.algorithms.settings import PRESETS
@@ -61,6 +62,8 @@ def explain_step(
             folder names a custom function.
     """
     path = Path(path)
+    if any(override.startswith("gdpo.weighting") for override in overrides):
+        raise ConfigError("gdpo.weighting: depends on earlier steps; use gdpo-nemo replay --instead")
     groups, recorded = read_step(path)
     config = load_config(config_path or _run_config_path(path), overrides)
     if config_path is None:
@@ -74,8 +77,9 @@ def explain_step(
 
 
 def with_weights_of(run_dir: Path, step: int, config: Config) -> Config:
-    """Replace the weights that a constraint or schedule changes by the weights of a step, from the run's metrics."""
-    changed = {*config.gdpo.constraints, *config.gdpo.schedules}
+    """Replace the weights that a constraint, schedule or rule changes by the weights of a step, from the run's
+    metrics."""
+    changed = config.gdpo.constraints or config.gdpo.schedules or config.gdpo.weighting
     row = next((row for row in read_metrics(run_dir) if row["step"] == step and "lr" in row), {}) if changed else {}
     weights = {name: row.get(f"reward/{name}/weight", weight) for name, weight in config.gdpo.rewards.items()}
     return replace(config, gdpo=replace(config.gdpo, rewards=weights))
@@ -238,7 +242,10 @@ class _Step:
         self.groups = groups
         self.trajectories = [t for group in groups for t in group.trajectories]
         self.advantages: Advantages | TurnAdvantages = advantages_of(groups, config)
-        summing = replace(config.gdpo, estimator="grpo", preset=None, options={}, batch_norm=None, epsilon=1e-6)
+        rates = {name: config.gdpo.noise[name] for name in error_rates(config.gdpo.noise)}
+        summing = replace(
+            config.gdpo, estimator="grpo", preset=None, options={}, noise=rates, batch_norm=None, epsilon=1e-6
+        )
         self.summed = advantages_of(groups, replace(config, gdpo=summing)).values.numpy()
         self.values, self.terms = self.advantages.values.numpy(), self.advantages.components.numpy()
         columns = reward_columns(self.trajectories, config)

@@ -38,7 +38,7 @@ def add(commands: Commands) -> None:
         "--check", action="store_true", help="also compare the weights; the run must have a checkpoint of STEP"
     )
     command.add_argument(
-        "--instead", nargs="+", default=[], metavar="KEY=VALUE",
+        "--instead", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
         help="train the recorded samples with another objective, for example gdpo.estimator=grpo, and compare the "
         "advantages and gradients",
     )  # fmt: skip

@@ -28,6 +28,7 @@ import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
+from gdpo_nemo.algorithms.noise import resolved
 from gdpo_nemo.config.algorithm_choice import ALGORITHMS, spec_named
 from gdpo_nemo.config.allowed_values import CHOICES, CUSTOM_FUNCTIONS, SECTIONS_OFF
 from gdpo_nemo.config.interpolations import check_interpolations
@@ -55,8 +56,8 @@ Overrides = Sequence[str] | Mapping[str, Any]
 Sources = list[tuple[str, dict[str, Any], bool]]
 """List of (name for messages, content, complete). If ``complete`` is True, a mapping of rewards or environments in the
 content replaces earlier entries. If it is False, the new entries are added to the earlier entries."""
-_LISTS = ("env", *ALGORITHMS, *(f"{name}.rewards" for name in ALGORITHMS))
-"""Keys for which the value of an override is a complete mapping of rewards or environments."""
+_LISTS = ("env", *ALGORITHMS, *(f"{name}.{key}" for name in ALGORITHMS for key in ("rewards", "weighting")))
+"""Keys for which the value of an override is a complete mapping of rewards, options of a rule, or environments."""
 
 
 def load_config(config: ConfigSource = None, overrides: Overrides = ()) -> Config:
@@ -231,13 +232,15 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
 
 
 def _replace_listed(merged: DictConfig, content: Mapping[str, Any]) -> None:
-    """Remove the rewards and environments from ``merged`` that a complete mapping in ``content`` does not list.
+    """Remove the rewards, options of ``gdpo.weighting`` and environments from ``merged`` that a complete mapping in
+    ``content`` does not list.
 
     An environment that is listed in both keeps its earlier options. Overrides such as ``gdpo.rewards.format=2`` and
     ``env.mine.strict=true`` only change single entries.
     """
-    if (content.get("gdpo") or {}).get("rewards") is not None:
-        merged.gdpo.rewards = {}
+    for name in ("rewards", "weighting"):
+        if (content.get("gdpo") or {}).get(name) is not None:
+            merged.gdpo[name] = {}
     listed = content.get("env")
     if isinstance(listed, Mapping) and not OmegaConf.is_missing(merged, "env"):
         for name in [name for name in merged.env if name not in listed]:
@@ -433,9 +436,18 @@ def build_config(merged: DictConfig) -> Config:
     except OmegaConfBaseException as error:
         raise _translated(error, "") from None
     _check(content, Config, "", "")
+    config.gdpo.noise = _measured(config.gdpo)
     for key in CHOICES:
         _check_choice(key, functools.reduce(operator.getitem, key.split("."), content))
     return config
+
+
+def _measured(gdpo: GdpoConfig) -> dict[str, Any]:
+    """Return ``gdpo.noise`` with the values of its file, so that the config of a run does not depend on the file."""
+    try:
+        return resolved(gdpo.noise, gdpo.rewards)
+    except ValueError as error:
+        raise ConfigError(f"gdpo.{error}") from None
 
 
 def _resolve(merged: DictConfig) -> None:

@@ -7,7 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from gdpo_nemo.algorithms.component_weights import check_component_weights
+from gdpo_nemo.algorithms.estimators import ESTIMATORS
 from gdpo_nemo.algorithms.loss_selection import (
     Functions,
     check_loss,
@@ -17,10 +20,13 @@ from gdpo_nemo.algorithms.loss_selection import (
     why_all_sequences,
 )
 from gdpo_nemo.algorithms.loss_settings import LossSettings
+from gdpo_nemo.algorithms.noise import check_noise, error_rates
 from gdpo_nemo.algorithms.preference_objectives import PREFERENCES
-from gdpo_nemo.algorithms.rewards import check_shaping, creates, parse_condition, rule_name
-from gdpo_nemo.algorithms.selection import check_selection
-from gdpo_nemo.algorithms.table import with_array_hint
+from gdpo_nemo.algorithms.rewards import check_shaping, named_components, rule_name
+from gdpo_nemo.algorithms.selection import check_selection, run_estimator, select
+from gdpo_nemo.algorithms.table import build_table, with_array_hint
+from gdpo_nemo.algorithms.weighting import WeightingRule
+from gdpo_nemo.algorithms.weighting_rules import read_rule, rule_of, weighs_criteria
 from gdpo_nemo.config.algorithm_choice import (
     ALGORITHMS,
     TRAINED,
@@ -50,8 +56,10 @@ def check_learning(config: Config, algorithm: AlgorithmSpec) -> None:
         return
     _check_shaping_rules(config.gdpo)
     check_reward_weights(config)
+    _check_noise(config.gdpo)
     check_estimator(config.gdpo)
     _check_component_weights(config.gdpo)
+    _check_weighting(config, algorithm)
     _check_credit(config, algorithm)
     _check_component_gradients(config)
 
@@ -142,9 +150,7 @@ def _check_shaping_rules(gdpo: GdpoConfig) -> None:
     """Check the shaping rules. The components that the rules name are assumed to exist. Raises ConfigError."""
     rules = gdpo.shaping
     try:
-        named = {str(rule["component"]) for rule in rules if not creates(rule)}
-        named |= {str(parse_condition(rule["condition"])[0]) for rule in rules if "condition" in rule}
-        check_shaping(rules, sorted(named))
+        check_shaping(rules, named_components(rules))
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"gdpo.shaping: {error}") from None
     for rule in rules:
@@ -167,7 +173,7 @@ def check_estimator(gdpo: GdpoConfig, function: Callable[..., Any] | None = None
     Raises:
         ConfigError: if a setting is not supported.
     """
-    for name in ("batch_norm", "epsilon"):
+    for name in ("batch_norm", "epsilon", "noise"):
         if name in gdpo.options:
             raise ConfigError(f"gdpo.options.{name}: not an option; set gdpo.{name}")
     if gdpo.turn_baseline == "group" and gdpo.options.get("leave_one_out"):
@@ -178,10 +184,9 @@ def check_estimator(gdpo: GdpoConfig, function: Callable[..., Any] | None = None
     if function is None and is_import_path(gdpo.estimator):
         _check_import_path("gdpo.estimator", gdpo.estimator)
         return
+    options = {**gdpo.options, "noise": gdpo.noise} if gdpo.noise else gdpo.options
     try:
-        check_selection(
-            function or gdpo.estimator, gdpo.preset, gdpo.batch_norm, gdpo.epsilon, gdpo.options, gdpo.rewards
-        )
+        check_selection(function or gdpo.estimator, gdpo.preset, gdpo.batch_norm, gdpo.epsilon, options, gdpo.rewards)
     except ValueError as error:
         key = "gdpo.preset" if gdpo.preset else "gdpo.estimator"
         if gdpo.options:
@@ -191,6 +196,27 @@ def check_estimator(gdpo: GdpoConfig, function: Callable[..., Any] | None = None
         if function is None:
             raise
         raise ConfigError(f"gdpo.estimator: {gdpo.estimator} raised {with_array_hint(error)}") from error
+
+
+def _check_noise(gdpo: GdpoConfig) -> None:
+    """Check ``gdpo.noise``. Raises ConfigError."""
+    if not gdpo.noise:
+        return
+    try:
+        check_noise(gdpo.noise, gdpo.rewards)
+    except ValueError as error:
+        raise ConfigError(f"gdpo.{error}") from None
+    rates = error_rates(gdpo.noise)
+    entry = ESTIMATORS.get(gdpo.estimator)
+    if entry is not None and entry.sums_rewards and len(rates) < len(gdpo.noise):
+        name = next(name for name in gdpo.noise if name not in rates)
+        raise ConfigError(f"gdpo.noise.{name}: has no effect with {gdpo.estimator}, which sums the rewards; remove it")
+    for rule in gdpo.shaping:
+        if rule["component"] in rates:
+            raise ConfigError(
+                f"gdpo.noise.{rule['component']}: error rates conflict with its rule in gdpo.shaping, after which the "
+                "rewards are not those of the verifier; use the standard deviation of the shaped reward"
+            )
 
 
 def _check_component_weights(gdpo: GdpoConfig) -> None:
@@ -203,6 +229,66 @@ def _check_component_weights(gdpo: GdpoConfig) -> None:
     changed = {*gdpo.constraints, *gdpo.schedules}
     if changed:
         check_estimator(replace(gdpo, rewards={name: w * (name not in changed) for name, w in gdpo.rewards.items()}))
+
+
+def _check_weighting(config: Config, algorithm: AlgorithmSpec) -> None:
+    """Check ``gdpo.weighting``. Raises ConfigError if the rule is invalid, has no effect or lacks what it reads."""
+    gdpo = config.gdpo
+    try:
+        name = rule_of(gdpo.weighting)
+        rule = read_rule(gdpo.weighting, gdpo.rewards)
+    except ValueError as error:
+        raise ConfigError(f"gdpo.{error}") from None
+    if not name:
+        return
+    _check_import_path("gdpo.weighting", name)
+    if len(gdpo.rewards) < 2 and not weighs_criteria(gdpo.rewards, gdpo.weighting):
+        raise ConfigError("gdpo.weighting: requires at least two components in gdpo.rewards")
+    if rule is not None:
+        _check_rule(config, algorithm, rule)
+
+
+def _check_rule(config: Config, algorithm: AlgorithmSpec, rule: WeightingRule) -> None:
+    """Check that the other settings fit the properties of a built-in weighting rule. Raises ConfigError."""
+    gdpo = config.gdpo
+    most = rule.most_components or len(gdpo.rewards)
+    known = algorithm.head != "value" and not is_import_path(gdpo.estimator)
+    why = {
+        f"supports at most {most} components in gdpo.rewards": len(gdpo.rewards) > most,
+        "requires gdpo.group_by: row for a family of criteria": (
+            gdpo.group_by == "prompt" and weighs_criteria(gdpo.rewards, gdpo.weighting)
+        ),
+        "requires gdpo.component_gradient_period, such as 10": (
+            rule.reads_gradients and not gdpo.component_gradient_period
+        ),
+        "requires the advantages of an estimator, which PPO does not have": (
+            rule.reads_advantages and algorithm.head == "value"
+        ),
+        f"multiplies all weights by one factor, which gdpo.estimator {gdpo.estimator} cancels; use gdpo.batch_norm: "
+        "false, or the estimator dr_grpo or rloo": rule.is_common and known and _cancels_common_factor(gdpo),
+    }
+    for reason, refused in why.items():
+        if refused:
+            raise ConfigError(f"gdpo.weighting: {rule.name} {reason}")
+    if rule.can_be_zero and known:
+        # All factors but one may be 0.
+        only = next(iter(gdpo.rewards))
+        check_estimator(replace(gdpo, rewards={name: weight * (name == only) for name, weight in gdpo.rewards.items()}))
+
+
+def _cancels_common_factor(gdpo: GdpoConfig) -> bool:
+    """Return True if twice the weights of all components give the same advantages."""
+    entry, settings, options = select(gdpo.estimator, gdpo.preset, gdpo.batch_norm, gdpo.epsilon, gdpo.options)
+    if settings.batch_norm:
+        return True
+    draw = np.random.default_rng(0)
+    columns = {name: draw.random(8) for name in gdpo.rewards}
+    values = {}
+    for factor in (1.0, 2.0):
+        weights = {name: factor * (weight or 1.0) for name, weight in gdpo.rewards.items()}
+        table = build_table(columns, [0, 0, 0, 0, 1, 1, 1, 1], weights, lengths=[4] * 8)
+        values[factor] = run_estimator(entry, table, settings, options, gdpo.estimator).values
+    return bool(np.allclose(values[1.0], values[2.0], rtol=1e-3))
 
 
 def _check_loss(config: Config, algorithm: AlgorithmSpec) -> None:

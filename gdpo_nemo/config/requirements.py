@@ -327,6 +327,11 @@ REQUIREMENTS = (
         "conflicts with gdpo.constraints, because the mean of the trained samples would not be the mean of all samples",
     ),
     Requires(
+        f"{_DYNAMIC}.enabled {_REPLAYED}",
+        lambda c: not c.gdpo.weighting,
+        "conflicts with gdpo.weighting, whose factors come from all new samples of the step",
+    ),
+    Requires(
         "gdpo.credit",
         lambda c: c.gdpo.credit != "turn" or spec_of(c).head != "value" or not any(map(is_family, c.gdpo.rewards)),
         "turn is not supported with algorithm ppo and a family of criteria in gdpo.rewards; use sequence",
@@ -346,6 +351,11 @@ REQUIREMENTS = (
         for split in ("train", "validation")
     ),
     # Loss and algorithm
+    Requires(
+        "gdpo.noise",
+        lambda c: c.gdpo.credit != "turn",
+        "conflicts with gdpo.credit turn, whose returns sum the errors of several turns",
+    ),
     Requires(
         "gdpo.credit",
         lambda c: c.gdpo.credit != "span" or spec_of(c).head != "value",

@@ -226,8 +226,8 @@ def _footer(history: History) -> Sequence[RenderableType]:
 
 
 def weight_lines(history: History) -> list[str]:
-    """Return one line for each weight that ``gdpo.constraints`` or ``gdpo.schedules`` changes, with the reason for its
-    value."""
+    """Return one line for each weight that ``gdpo.constraints``, ``gdpo.schedules`` or ``gdpo.weighting`` changes, with
+    the reason for its value."""
     return [f"{name} {weight:.3g}: {reason}" for name, weight, reason in history.weights()]
 
 

@@ -50,7 +50,8 @@ class JournalEntry:
     again: list[int] = field(default_factory=list)
     """Prompt indices in ``groups`` that an earlier step also trained (``rollout.replay_buffer``)."""
     weights: dict[str, float] = field(default_factory=dict)
-    """Weights of the reward components that ``gdpo.constraints`` or ``gdpo.schedules`` changes, in this step."""
+    """Weights of the reward components that ``gdpo.constraints``, ``gdpo.schedules`` or ``gdpo.weighting`` changes, in
+    this step."""
 
     @property
     def samples(self) -> list[tuple[str, int]]:

@@ -228,13 +228,18 @@ class History:
             key = f"reward/{name}/"
             kind = next((kind for kind in ("at_least", "at_most") if key + kind in row), None)
             changes = [after for before, after in pairwise(zip(*self.curve(key + "weight"))) if before[1] != after[1]]
-            if key + "weight" not in row or not (kind or changes):
+            factor = row.get(key + "factor")
+            if key + "weight" not in row or not (kind or changes or factor is not None):
                 continue
             if kind:
                 mean = f"mean {row[key + 'mean']:.3g} over" if key + "mean" in row else "mean of"
                 reason = f"constraint {kind} {row[key + kind]:g}, {mean} {row[key + 'samples']:g} samples"
-            else:
+            elif factor is None:
                 reason = f"schedule or changed config, last changed in step {changes[-1][0]}"
+            else:
+                reason = ""
+            if factor is not None:
+                reason = f"{reason}, gdpo.weighting with the factor {factor:.3g}".removeprefix(", ")
             found.append((name, row[key + "weight"], reason))
         return found
 

@@ -489,6 +489,8 @@ def _rewards(resolved: Resolved) -> str:
     if not resolved.algorithm.samples:
         return f"none, {config.algorithm.type} does not sample"
     weights = describe_weights(config.gdpo.rewards, config.gdpo.constraints, config.gdpo.schedules)
+    rule = config.gdpo.weighting.get("rule")
+    weights += f" with factors of {rule}" * bool(rule)
     preset = f", preset {config.gdpo.preset}" if config.gdpo.preset else ""
     estimator = config.algorithm.type if resolved.algorithm.head == "value" else config.gdpo.estimator
     credit = f"credit {config.gdpo.credit}"

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gdpo_nemo.algorithms import LossSettings, apply_shaping, token_weights
 from gdpo_nemo.algorithms.entropy import clip_cov, kl_cov
 from gdpo_nemo.algorithms.loss_selection import reads_staleness
+from gdpo_nemo.algorithms.noise import corrected
 from gdpo_nemo.algorithms.rewards import creates
 from gdpo_nemo.algorithms.rubrics import gates
 from gdpo_nemo.config.algorithm_choice import old_logprobs_source
@@ -20,7 +21,7 @@ from gdpo_nemo.config.schema import Config, GdpoConfig
 from gdpo_nemo.data.contexts import contexts_of
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import Group, Outcome, Trajectory, trajectories_of
-from gdpo_nemo.rollouts.families import Family, families_of, slots_of
+from gdpo_nemo.rollouts.families import Family, families_of, group_key, slots_of
 from gdpo_nemo.rollouts.metrics import reward_names
 from gdpo_nemo.rollouts.user_functions import CustomFunctions, load_estimator, load_shaping_rules
 from gdpo_nemo.utils.errors import RunError, first_line
@@ -41,7 +42,7 @@ def with_weights(config: Config, weights: Mapping[str, float]) -> Config:
 def reward_columns(
     trajectories: Sequence[Trajectory], config: Config, functions: CustomFunctions | None = None
 ) -> dict[str, np.ndarray]:
-    """Return the rewards of the trajectories by component, after ``gdpo.shaping``.
+    """Return the rewards of the trajectories by component, after the correction of ``gdpo.noise`` and ``gdpo.shaping``.
 
     Each column is float64 [trajectories], with NaN where the component does not apply. Every component with a weight
     has a column, even if no trajectory has a value for this component. The column of a family of criteria contains the
@@ -49,6 +50,9 @@ def reward_columns(
 
     Args:
         functions: the run's custom functions, for the one call per step that may change their state.
+
+    Raises:
+        RunError: if a reward with error rates in ``gdpo.noise`` is neither 0 nor 1.
     """
     columns, families = _criteria_columns(trajectories, config, functions)
     return {name: families[name].scores if name in families else column for name, column in columns.items()}
@@ -68,8 +72,13 @@ def _criteria_columns(
             columns[name] = families[name].rewards
         else:  # NumPy converts None, a component that does not apply, to NaN.
             columns[name] = np.array([t.rewards.get(name) for t in trajectories], np.float64)
+    try:
+        columns = corrected(columns, config.gdpo.noise)
+    except ValueError as error:
+        raise RunError(str(error)) from None
     if not config.gdpo.shaping:
         return columns, families
+    groups: dict[object, int] = {}
     shaped: dict[str, np.ndarray] = apply_shaping(
         columns,
         config.gdpo.shaping,
@@ -77,6 +86,7 @@ def _criteria_columns(
         max_length=longest_completion(config),
         thinking=np.array([t.thinking_tokens for t in trajectories]),
         truncated=np.array([t.finish_reason == "length" and t.outcome is not Outcome.OK for t in trajectories]),
+        groups=[groups.setdefault(group_key(t, config.gdpo.group_by), len(groups)) for t in trajectories],
         functions=load_shaping_rules(config.gdpo) if functions is None else functions.rules,
     )
     return shaped, {name: family.with_rewards(shaped[name]) for name, family in families.items()}
@@ -110,7 +120,7 @@ def advantages_of(
         RunError: if no trajectory has a reward with a weight, or a custom estimator fails or returns non-finite values.
     """
     trajectories = trajectories_of(groups)
-    ids = np.repeat(_group_ids(groups, config.gdpo.group_by), [len(group.trajectories) for group in groups])
+    ids = trajectory_groups(groups, config.gdpo.group_by)
     valid = np.array([t.trains for t in trajectories])
     if config.gdpo.credit == "turn":
         families = families_of(trajectories, config.gdpo.group_by)
@@ -131,7 +141,7 @@ def advantages_of(
 
     def rewards() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         columns, families = _criteria_columns(trajectories, config, functions)
-        return slots_of(columns, families), {name: family.weights.T for name, family in families.items()}
+        return slots_of(columns, families), {name: family.trained_weights.T for name, family in families.items()}
 
     return _compute(rewards, ids, valid, lengths, config, functions, kl=kl)
 
@@ -177,7 +187,7 @@ def _compute(
             preset=gdpo.preset,
             batch_norm=gdpo.batch_norm,
             epsilon=gdpo.epsilon,
-            **gdpo.options,
+            **with_noise(gdpo),
         )
     except ValueError as error:
         raise RunError(f"advantages: {error}") from error
@@ -185,6 +195,17 @@ def _compute(
         if custom is None:
             raise
         raise RunError(f"gdpo.estimator: {gdpo.estimator} raised {first_line(error)}") from error
+
+
+def with_noise(gdpo: GdpoConfig) -> dict[str, Any]:
+    """Return the options of the estimator, with ``gdpo.noise`` if it is set."""
+    return {**gdpo.options, "noise": gdpo.noise} if gdpo.noise else gdpo.options
+
+
+def trajectory_groups(groups: Sequence[Group], by: str) -> np.ndarray:
+    """Return the group of each trajectory with which it is compared (``gdpo.group_by``). Shape: int64
+    [trajectories]."""
+    return np.repeat(_group_ids(groups, by), [len(group.trajectories) for group in groups])
 
 
 def _group_ids(groups: Sequence[Group], by: str) -> np.ndarray:
@@ -473,7 +494,7 @@ def turn_rows(
         turn=np.concatenate(list(map(np.arange, counts))),
         tokens=np.array(list(chain.from_iterable(tokens)), np.int64),
         columns=columns,
-        weights={name: family.weights.T[of_turn] for name, family in families.items()},
+        weights={name: family.trained_weights.T[of_turn] for name, family in families.items()},
     )
 
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from gdpo_nemo.algorithms.rubrics import Criterion, family_name, gated
 from gdpo_nemo.algorithms.table import score
-from gdpo_nemo.data.records import Trajectory
+from gdpo_nemo.algorithms.weighting import RowRewards, RuleRunner
+from gdpo_nemo.data.records import Group, Trajectory
 from gdpo_nemo.utils.errors import RunError
 
 
@@ -28,6 +29,8 @@ class Family:
     """float64 [slots, trajectories], NaN for a missing reward."""
     weights: np.ndarray
     """float64 [slots, trajectories], weight of the criterion in its rubric. 0 if the row does not have it."""
+    factors: np.ndarray
+    """float64 [slots, trajectories], factor of ``gdpo.weighting`` in the weight of the criterion."""
     names: Sequence[tuple[str, ...]]
     """Component in each slot, for each trajectory. Trajectories of a group have the same names."""
 
@@ -36,9 +39,24 @@ class Family:
         """float64 [trajectories], score of each trajectory, NaN if no criterion has a reward."""
         return score(self.rewards, self.weights)
 
+    @property
+    def trained_weights(self) -> np.ndarray:
+        """float64 [slots, trajectories], weights of the criteria in the advantages."""
+        return np.asarray(self.weights * self.factors)
+
     def with_rewards(self, rewards: np.ndarray) -> Family:
         """Return the family with other rewards."""
         return replace(self, rewards=rewards)
+
+
+def group_key(trajectory: Trajectory, group_by: str) -> object:
+    """Return a value that is equal for the trajectories of a group.
+
+    Args:
+        group_by: value of ``gdpo.group_by``.
+    """
+    prompt = trajectory.prompt
+    return prompt.token_ids.tobytes() if group_by == "prompt" else prompt.id
 
 
 def families_of(trajectories: Sequence[Trajectory], group_by: str) -> dict[str, Family]:
@@ -54,8 +72,7 @@ def families_of(trajectories: Sequence[Trajectory], group_by: str) -> dict[str, 
     keys: list[object] = []
     previous: dict[str, Criterion] = {}
     for trajectory in trajectories:
-        prompt = trajectory.prompt
-        keys.append(prompt.token_ids.tobytes() if group_by == "prompt" else prompt.id)
+        keys.append(group_key(trajectory, group_by))
         rubric = rubrics.setdefault(keys[-1], {})
         # The samples of a group usually have the same criteria, which need to be read only once.
         if not rubric or trajectory.criteria != previous:
@@ -63,6 +80,40 @@ def families_of(trajectories: Sequence[Trajectory], group_by: str) -> dict[str, 
         previous = trajectory.criteria
     names = dict.fromkeys(chain.from_iterable(rubrics.values()))
     return {name: _family(name, trajectories, keys, rubrics) for name in names}
+
+
+def weigh_criteria(groups: Sequence[Group], runner: RuleRunner | None, step: int) -> None:
+    """Set ``Criterion.factor`` in all trajectories of a step, to 1 if the rule has no factors for criteria.
+
+    Args:
+        runner: rule of ``gdpo.weighting``, or None.
+        step: number of the step, for messages.
+    """
+    if runner is not None and not runner.rule.weighs_criteria:
+        runner = None
+    for group in groups:
+        criteria: dict[str, Criterion] = {}
+        for trajectory in group.trajectories:
+            criteria |= trajectory.criteria
+        # Recorded samples have the factors of their run.
+        if runner is None and all(criterion.factor == 1.0 for criterion in criteria.values()):
+            continue
+        factors = {} if runner is None else _factors(group, criteria, runner, step)
+        for name, criterion in criteria.items():
+            criteria[name] = replace(criterion, factor=factors.get(name, 1.0))
+        for trajectory in group.trajectories:
+            trajectory.criteria = {name: criteria[name] for name in trajectory.criteria}
+
+
+def _factors(group: Group, criteria: Mapping[str, Criterion], runner: RuleRunner, step: int) -> dict[str, float]:
+    """Return the factors of a group's criteria, each of which depends on the criteria of its family."""
+    trained = [trajectory for trajectory in group.trajectories if trajectory.trains]
+    factors: dict[str, float] = {}
+    for family in dict.fromkeys(map(family_name, criteria)):
+        weights = {name: criterion.weight for name, criterion in criteria.items() if family_name(name) == family}
+        rewards = {name: np.array([t.rewards.get(name) for t in trained], np.float64) for name in weights}
+        factors |= runner.criterion_factors(step, RowRewards(group.prompt.id, weights, rewards))
+    return factors
 
 
 def _merge(rubric: dict[str, dict[str, Criterion]], trajectory: Trajectory) -> None:
@@ -84,11 +135,12 @@ def _family(
 ) -> Family:
     """Return a family of the trajectories. ``keys`` contains the key of each trajectory's rubric."""
     slots = max(len(rubric.get(name, ())) for rubric in rubrics.values())
-    components, weights, has_gate = {}, {}, {}
+    components, weights, factors, has_gate = {}, {}, {}, {}
     for key, rubric in rubrics.items():
         criteria = rubric.get(name, {})
         components[key] = tuple(criteria)
         weights[key] = [criterion.weight for criterion in criteria.values()] + [0.0] * (slots - len(criteria))
+        factors[key] = [criterion.factor for criterion in criteria.values()] + [1.0] * (slots - len(criteria))
         has_gate[key] = any(criterion.required for criterion in criteria.values())
     rewards = np.full((len(trajectories), slots), np.nan)
     for row, (key, trajectory) in enumerate(zip(keys, trajectories)):
@@ -96,7 +148,13 @@ def _family(
         if has_gate[key]:
             found = gated(trajectory.rewards, trajectory.criteria, name)
         rewards[row, : len(components[key])] = [found.get(component) for component in components[key]]
-    return Family(name, rewards.T, np.array([weights[key] for key in keys]).T, [components[key] for key in keys])
+    return Family(
+        name,
+        rewards.T,
+        np.array([weights[key] for key in keys]).T,
+        np.array([factors[key] for key in keys]).T,
+        [components[key] for key in keys],
+    )
 
 
 def slots_of(columns: Mapping[str, np.ndarray], families: Mapping[str, Family]) -> dict[str, np.ndarray]:

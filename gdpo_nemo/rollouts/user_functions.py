@@ -1,4 +1,4 @@
-"""Custom estimators, shaping rules, losses and corrections: loading and testing before any process starts.
+"""Custom estimators, rules, losses and corrections: loading and testing before any process starts.
 
 torch is imported only if there is a custom loss or correction to test, so that a dry run stays fast.
 """
@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gdpo_nemo.algorithms.loss_selection import Functions, is_import_path, loss_import_paths
-from gdpo_nemo.algorithms.rewards import check_shaping, creates, parse_condition, rule_name
+from gdpo_nemo.algorithms.rewards import check_shaping, named_components, rule_name
+from gdpo_nemo.algorithms.weighting import CustomRule, RuleRunner, StepGradients, StepRewards, WeightingRule
+from gdpo_nemo.algorithms.weighting_rules import options_of, read_rule, rule_of
 from gdpo_nemo.config.objective_checks import check_estimator, check_skipping
 from gdpo_nemo.config.schema import Config, GdpoConfig
-from gdpo_nemo.utils.errors import ConfigError, UserCodeFailed, first_line
+from gdpo_nemo.utils.errors import ConfigError, RunError, UserCodeFailed, first_line
 from gdpo_nemo.utils.exits import exits_contained
 from gdpo_nemo.utils.import_path import has_state, load_functions
 from gdpo_nemo.utils.state import from_json, to_json
@@ -30,11 +32,12 @@ _LENGTHS = (5, 1, 7, 3)
 """Lengths in tokens of the sequences for the test of a loss. The minimum length is a single token."""
 
 
-_ESTIMATOR, _SHAPING = "gdpo.estimator", "gdpo.shaping"
+_ESTIMATOR, _SHAPING, _WEIGHTING = "gdpo.estimator", "gdpo.shaping", "gdpo.weighting"
 
 
 class CustomFunctions:
-    """Custom estimator and shaping rules of a run. Instances of classes keep their state from step to step.
+    """Custom estimator, shaping rules and weighting rule of a run. Instances of classes keep their state from step to
+    step.
 
     Only the call that computes a step's advantages may use this object, so that the state changes once per step.
 
@@ -43,11 +46,13 @@ class CustomFunctions:
     """
 
     def __init__(self, gdpo: GdpoConfig):
-        self._loaded = {key: _load(key, gdpo) for key in (_ESTIMATOR, _SHAPING)}
+        self._loaded = {key: _load(key, gdpo) for key in (_ESTIMATOR, _SHAPING, _WEIGHTING)}
         self.estimator = next(map(_contained, self._loaded[_ESTIMATOR].values()), None)
         """Custom estimator, or None for a built-in estimator."""
         self.rules = {name: _contained(function) for name, function in self._loaded[_SHAPING].items()}
         """Custom shaping rules by import path."""
+        self.weighting = _weighting_rule(gdpo, self._loaded[_WEIGHTING])
+        """Built-in or custom rule of ``gdpo.weighting``, or None."""
 
     def state(self) -> dict[str, Any]:
         """Return the state of each instance, by config key and import path, for a checkpoint.
@@ -95,9 +100,20 @@ def load_shaping_rules(gdpo: GdpoConfig) -> dict[str, Callable[..., np.ndarray]]
     return {name: _contained(function) for name, function in _without_state(_SHAPING, gdpo).items()}
 
 
+def _weighting_rule(gdpo: GdpoConfig, loaded: Mapping[str, Callable[..., Any]]) -> WeightingRule | None:
+    """Return a new rule of ``gdpo.weighting``, or None."""
+    for name, function in loaded.items():
+        return CustomRule(name, function, options_of(gdpo.weighting))
+    return read_rule(gdpo.weighting, gdpo.rewards)
+
+
 def _load(key: str, gdpo: GdpoConfig) -> dict[str, Callable[..., Any]]:
-    names = [gdpo.estimator] if key == _ESTIMATOR else map(rule_name, gdpo.shaping)
-    return load_functions(key, filter(is_import_path, names), classes=True)
+    names = {
+        _ESTIMATOR: [gdpo.estimator],
+        _SHAPING: map(rule_name, gdpo.shaping),
+        _WEIGHTING: [rule_of(gdpo.weighting)],
+    }
+    return load_functions(key, filter(is_import_path, names[key]), classes=True)
 
 
 def _without_state(key: str, gdpo: GdpoConfig) -> dict[str, Callable[..., Any]]:
@@ -123,7 +139,7 @@ def _called(label: str, method: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def check_own_functions(config: Config) -> list[str]:
-    """Load the custom estimator, shaping rules, loss and correction, and test each on a small input.
+    """Load the custom estimator, rules, loss and correction, and test each on a small input.
 
     Returns:
         A note for each function that returns different values for the same input.
@@ -134,12 +150,14 @@ def check_own_functions(config: Config) -> list[str]:
     """
     gdpo = config.gdpo
     trials = []
-    for key in (_ESTIMATOR, _SHAPING):
+    for key in (_ESTIMATOR, _SHAPING, _WEIGHTING):
         trials += [_Trial(key, name, function) for name, function in _load(key, gdpo).items()]
     _check_single_use(config, trials)
     for trial in trials:
         if trial.key == _ESTIMATOR:
             check_estimator(gdpo, trial.recorded())
+        if trial.key == _WEIGHTING:
+            _try_weighting(gdpo, trial)
     if rules := {trial.name: trial.recorded() for trial in trials if trial.key == _SHAPING}:
         _try_rules(gdpo, rules)
     if paths := loss_import_paths(config.loss_fn):
@@ -157,6 +175,7 @@ def _check_single_use(config: Config, trials: Sequence[_Trial]) -> None:
     also_rules = {
         "rollout.selection.enabled": config.rollout.selection.enabled,
         "gdpo.constraints": bool(gdpo.constraints),
+        "gdpo.weighting": bool(gdpo.weighting),
         "gdpo.component_gradient_period": bool(gdpo.component_gradient_period),
         "algorithm.type": config.algorithm.type == "ppo",
     }
@@ -233,6 +252,7 @@ class _Trial:
 def _content(result: Any) -> bytes:
     """Return the numbers in the result of a custom function, which was checked before."""
     values = getattr(result, "components", result)
+    values = list(values.values()) if isinstance(values, Mapping) else values
     values = values[0] if isinstance(values, tuple) else values
     values = values.detach() if hasattr(values, "detach") else values
     return np.asarray(values).tobytes()
@@ -241,12 +261,34 @@ def _content(result: Any) -> bytes:
 def _try_rules(gdpo: GdpoConfig, functions: Functions) -> None:
     """Test every shaping rule with rewards of 0 and 1 and with a missing reward."""
     rules = gdpo.shaping
-    named = {str(rule["component"]) for rule in rules if not creates(rule)}
-    named |= {str(parse_condition(rule["condition"])[0]) for rule in rules if "condition" in rule}
     try:
-        check_shaping(rules, sorted(named | set(gdpo.rewards)), functions)
+        check_shaping(rules, sorted({*named_components(rules), *gdpo.rewards}), functions)
     except ValueError as error:
         raise ConfigError(f"gdpo.shaping: {error}") from None
+
+
+def _try_weighting(gdpo: GdpoConfig, trial: _Trial) -> None:
+    """Test a weighting rule in two steps with rewards of 0 and 1 in two groups."""
+    draw = np.random.default_rng(0)
+    runner = RuleRunner(CustomRule(trial.name, _observing(trial), options_of(gdpo.weighting)))
+    weights = {name: weight for name, weight in gdpo.rewards.items() if weight}
+    try:
+        for step in (1, 2):
+            rewards = {name: draw.integers(0, 2, 8).astype(np.float64) for name in weights}
+            runner.factors(StepRewards(step, weights, rewards, np.repeat([0, 1], 4)))
+            runner.observe(draw.normal(size=8), {name: draw.normal(size=8) for name in weights})
+            runner.observe_gradients(StepGradients(tuple(weights), np.eye(len(weights))))
+    except RunError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _observing(trial: _Trial) -> Callable[..., Any]:
+    """Return the recorded function of a trial, with the methods of its instance that observe steps."""
+    recorded = trial.recorded()
+    for method in ("observe", "observe_gradients"):
+        if hasattr(trial.function, method):
+            setattr(recorded, method, getattr(trial.function, method))
+    return recorded
 
 
 def _try_loss(settings: LossSettings, functions: Functions) -> None:

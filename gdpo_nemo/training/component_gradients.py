@@ -126,6 +126,9 @@ class ComponentGradients:
         for number, half in enumerate(filter(None, halves)):
             policy.component_gradients(half, requested, first=number == 0)
         self._halves = sum(map(bool, halves))
+        self.products: tuple[tuple[str, ...], np.ndarray] | None = None
+        """Weighted components, and the inner products of their gradients, float64 [components, components]. None before
+        ``metrics``, and if the update was skipped."""
 
     def metrics(self, result: UpdateResult) -> dict[str, float]:
         """Return the metrics ``gradient/...``, or an empty dictionary if the update was skipped.
@@ -138,6 +141,8 @@ class ComponentGradients:
         found = self._policy.gradient_products()
         count = len(self._parts)
         products = _by_half(found.products, self._halves)[:, :count, :, :count].sum(axis=(0, 2))
+        parts = len([part for part in self._parts if part != REGULARISATION])
+        self.products = tuple(self._parts[:parts]), products[:parts, :parts]
         norms = np.sqrt(np.diag(products))
         row: dict[str, float] = {}
         for j, part in enumerate(self._parts):

@@ -14,6 +14,7 @@ import numpy as np
 from gdpo_nemo.algorithms.component_weights import ComponentWeights
 from gdpo_nemo.algorithms.entropy import AdaptiveEntropy
 from gdpo_nemo.algorithms.loss_selection import loss_entry
+from gdpo_nemo.algorithms.weighting import StepGradients
 from gdpo_nemo.config.algorithm_choice import old_logprobs_source, spec_of
 from gdpo_nemo.config.layout import updates_per_step
 from gdpo_nemo.config.objective_checks import kl_in_reward
@@ -29,9 +30,11 @@ from gdpo_nemo.rollouts.credit import (
     choose_by_covariance,
     log_ratios,
     reward_columns,
+    trajectory_groups,
     updates_of,
     with_weights,
 )
+from gdpo_nemo.rollouts.families import weigh_criteria
 from gdpo_nemo.rollouts.metrics import check_failures, rollout_metrics, update_metrics
 from gdpo_nemo.rollouts.user_functions import CustomFunctions
 from gdpo_nemo.training.algorithm import Algorithm
@@ -161,9 +164,10 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
         adapts = config.loss_fn.use_adaptive_entropy
         self.entropy = AdaptiveEntropy(config.loss_fn.entropy_bonus) if adapts else None
         gdpo = config.gdpo
-        changes = gdpo.constraints or gdpo.schedules
-        self.weights = ComponentWeights(gdpo.rewards, gdpo.constraints, gdpo.schedules) if changes else None
         self.functions = CustomFunctions(gdpo)
+        rule = self.functions.weighting
+        changes = gdpo.constraints or gdpo.schedules or rule
+        self.weights = ComponentWeights(gdpo.rewards, gdpo.constraints, gdpo.schedules, rule) if changes else None
         self._result: UpdateResult | None = None
         """Result of the last update."""
 
@@ -227,6 +231,7 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
         measured = {"time/advantages": time.time() - start}
         if divergence is not None and not np.isnan(divergence).all():
             measured["rollout/reference_kl"] = float(np.nanmean(divergence))
+        self._observe_advantages(batch, advantages)
         if isinstance(advantages, TurnAdvantages):
             return advantages, advantages.of_sequences(batch.trajectories), measured
         if self.config.gdpo.credit == "span":
@@ -234,16 +239,36 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
         return advantages, advantages.values.numpy(), measured
 
     def _weighted(self, batch: Rollout) -> Config:
-        """Return the config with the step's weights in ``gdpo.rewards``, after constraints and schedules.
+        """Return the config with the step's weights in ``gdpo.rewards``, after constraints, schedules and the rule.
 
-        Call this method once per step, because it moves the weights of the constraints.
+        Call this method once per step, because it moves the weights of the constraints and the state of the rule.
         """
+        rule = None if self.weights is None else self.weights.rule
+        weigh_criteria(batch.groups, rule, 1 + (batch.version or 0))
         if self.weights is None:
             return self.config
         trained = [t for t in batch.trajectories if t.trains]
-        self.weights.update(1 + (batch.version or 0), reward_columns(trained, self.config) if trained else {})
+        groups = trajectory_groups(batch.groups, self.config.gdpo.group_by)[_trains(batch)]
+        columns = reward_columns(trained, self.config) if trained else {}
+        self.weights.update(1 + (batch.version or 0), columns, groups)
         batch.weights = self.weights.changed
         return self._with_weights(batch)
+
+    def _observe_advantages(self, batch: Rollout, advantages: Advantages | TurnAdvantages) -> None:
+        """Pass the advantages of the samples of ``_weighted`` to the rule of ``gdpo.weighting``."""
+        if self.weights is None or self.weights.rule is None:
+            return
+        trained = _trains(batch)
+        terms = dict(zip(advantages.names, advantages.components.numpy()[trained].T))
+        self.weights.rule.observe(advantages.values.numpy()[trained], terms)
+
+    def _observe_gradients(self, gradients: ComponentGradients, weights: Mapping[str, float]) -> None:
+        """Pass the gradients of terms of weight 1 or -1 to the rule of ``gdpo.weighting``."""
+        if self.weights is None or self.weights.rule is None or gradients.products is None:
+            return
+        names, products = gradients.products
+        sizes = np.abs([weights[name] for name in names])
+        self.weights.rule.observe_gradients(StepGradients(names, products / np.outer(sizes, sizes)))
 
     def _with_weights(self, batch: Rollout) -> Config:
         """Return the config with the weights of a prepared batch in ``gdpo.rewards``."""
@@ -273,6 +298,7 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
             yield update
             if gradients is not None and self._result is not None:
                 prepared.measured |= gradients.metrics(self._result)
+                self._observe_gradients(gradients, self._with_weights(prepared.rollout).gdpo.rewards)
 
     def _component_gradients(self, update: list[TrainSequence], prepared: PreparedRollout) -> ComponentGradients | None:
         """Compute the gradients by component if they are due (``gdpo.component_gradient_period``)."""
@@ -290,11 +316,14 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
             self.entropy.update(result.sums["entropy"] / result.sums["tokens"], self.loss)
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the adaptive entropy coefficient, the weights of the constraints and custom functions."""
+        """Return the state of the adaptive entropy coefficient, constraints, weighting rule and custom functions."""
         entropy = {} if self.entropy is None else {"entropy": asdict(self.entropy)}
         functions = self.functions.state()
         custom = {"functions": functions} if functions else {}
-        return entropy | custom | ({} if self.weights is None else {"weights": self.weights.state()})
+        rule = self.functions.weighting
+        weighting = {"weighting": {"rule": rule.name, "state": rule.state()}} if rule and rule.state() else {}
+        weights = {} if self.weights is None else {"weights": self.weights.state()}
+        return entropy | custom | weighting | weights
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore the state that ``state`` returned. A custom function that it does not contain starts anew."""
@@ -302,9 +331,22 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
             self.entropy = AdaptiveEntropy(**state["entropy"])
         if self.weights is not None:
             self.weights.load_state(state.get("weights", {}))
+        self._load_rule(state.get("weighting", {}))
         missing = self.functions.load_state(state.get("functions", {}))
         for name in missing if "functions" in state else ():
             self.log.note(f"{name}: the checkpoint does not contain its state, so its state starts anew")
+
+    def _load_rule(self, saved: Mapping[str, Any]) -> None:
+        """Restore the state of a built-in weighting rule. The state of another rule does not fit."""
+        rule = self.functions.weighting
+        if rule is None or not saved:
+            return
+        if saved["rule"] == rule.name:
+            rule.load_state(saved["state"])
+        else:
+            self.log.note(
+                f"gdpo.weighting: {rule.name} starts anew, because the checkpoint has the state of {saved['rule']}"
+            )
 
     def metrics(self, prepared: PreparedRollout, results: Sequence[UpdateResult], version: int) -> dict[str, float]:
         """Return the metrics of loss, rewards, advantages, rollouts and staleness.
@@ -399,6 +441,11 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
         prepared.measured["policy/covariance_tokens"] = choose_by_covariance(
             update, now, self.loss, (self.config.run.seed, prepared.rollout.next_position, number)
         )
+
+
+def _trains(batch: Rollout) -> np.ndarray:
+    """Return `Trajectory.trains` of each trajectory: bool [trajectories]."""
+    return np.array([t.trains for t in batch.trajectories], bool)
 
 
 def _weighted_mean(diagnostics: Diagnostics) -> float:

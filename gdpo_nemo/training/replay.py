@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gdpo_nemo.algorithms.weighting_rules import weighs_criteria
 from gdpo_nemo.config.algorithm_choice import spec_of
 from gdpo_nemo.config.changes import load_saved_config
 from gdpo_nemo.config.layout import updates_per_step
@@ -60,7 +61,8 @@ COMPARED = ("loss", "grad_norm")
 """Metrics that are bitwise equal if weights and samples are equal."""
 OBJECTIVE = (
     "gdpo.estimator", "gdpo.preset", "gdpo.options", "gdpo.rewards", "gdpo.constraints", "gdpo.schedules",
-    "gdpo.shaping", "gdpo.batch_norm", "gdpo.epsilon", "gdpo.credit", "gdpo.turn_baseline", "gdpo.discount", "loss_fn",
+    "gdpo.weighting", "gdpo.noise", "gdpo.component_gradient_period", "gdpo.shaping", "gdpo.batch_norm", "gdpo.epsilon",
+    "gdpo.credit", "gdpo.turn_baseline", "gdpo.discount", "loss_fn",
 )  # fmt: skip
 """Keys and sections that a replay may change, because they do not affect the samples."""
 
@@ -249,6 +251,12 @@ def _check_comparable(segment: Segment, kind: type[Algorithm[Any, Any]]) -> None
         load_estimator(segment.config.gdpo), load_shaping_rules(segment.config.gdpo)
     except ConfigError as error:
         raise ConfigError(f"--instead: cannot compare advantages; {error}") from None
+    for config in filter(None, (segment.config, segment.recorded)):
+        if weighs_criteria(config.gdpo.rewards, config.gdpo.weighting):
+            raise ConfigError(
+                f"--instead: cannot compare advantages, because gdpo.weighting {config.gdpo.weighting['rule']} has "
+                "factors for the criteria of each row; train again"
+            )
     # The methods of a custom class have a wrapper.
     prepare, credit = (inspect.unwrap(getattr(kind, name, Algorithm.prepare)) for name in ("prepare", "_credit"))
     if (prepare, credit) != (GDPO.prepare, GDPO._credit):

@@ -77,6 +77,10 @@ def test_a_step_is_explained_with_the_weight_that_a_constraint_had_then(tmp_path
     (tmp_path / "metrics.jsonl").write_text('{"step": 7, "lr": 0.1, "reward/length/weight": 0.25}\n')
     assert "1 correctness + 1 format + 0.25 length by gdpo" in shown(capsys, path)
     assert "1 correctness + 1 format + 2 length by gdpo" in shown(capsys, path, "gdpo.rewards.length=2")
+    save_config(load_config(DEMO, ["gdpo.weighting={rule: ctwa, target: 0.1}"]), tmp_path / "config.yaml")
+    assert "1 correctness + 1 format + 0.25 length by gdpo" in shown(capsys, path)
+    assert cli.main(["explain-advantages", str(path), "gdpo.weighting={rule: saw}"]) == 2
+    assert "gdpo.weighting: depends on earlier steps; use gdpo-nemo replay --instead" in capsys.readouterr().err
 
 
 def test_command_lists_the_samples_that_a_sum_would_merge(tmp_path, capsys):

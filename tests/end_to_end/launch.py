@@ -34,6 +34,7 @@ UNDISTURBED = (
     f"gdpo.max_num_steps={UNDISTURBED_STEPS}",
     "gdpo.val_at_start=true",
     CONSTRAINT,
+    "gdpo.weighting={rule: ctwa, target: 0.5, lr: 0.2}",
     "gdpo.estimator=examples/custom_estimator.py:Fading",
     f"policy.megatron_cfg={{optimizer: {{lr: {LR}}}, scheduler: {{lr_decay_style: cosine}}}}",
 )

@@ -27,7 +27,7 @@ def changed(tmp_path_factory, undisturbed):
     shown = train_here(
         folder,
         model,
-        *(override for override in UNDISTURBED if not override.startswith("gdpo.constraints")),
+        *(override for override in UNDISTURBED if not override.startswith(("gdpo.constraints", "gdpo.weighting"))),
         f"gdpo.max_num_steps={LATER}",
         "gdpo.rewards={correctness: 1.0, length: 0.5}",
         "gdpo.estimator=grpo",
@@ -60,6 +60,7 @@ def test_changed_run_continues_and_reports_the_first_step_of_each_change(changed
         "gdpo.rewards.format: 1 -> absent from step 13 on",
         "gdpo.rewards.length: 1 -> 0.5 from step 13 on",
         "gdpo.constraints.length.at_least: 0.9 -> absent from step 13 on",
+        "gdpo.weighting.rule: ctwa -> absent from step 13 on",
         "loss_fn.reference_policy_kl_penalty: 0 -> 0.05 from step 13 on",
         "policy.megatron_cfg.optimizer.weight_decay: 0 -> 0.1 from step 13 on",
         "step 13 trains with learning rate 9.90311e-06 (step 12: 3.40742e-06)",
@@ -86,7 +87,10 @@ def test_rewards_that_go_are_always_measured_and_weighed_while_they_count(change
     means = [{name: row[f"reward/{name}/mean"] for name in ("correctness", "format", "length")} for row in trained]
     weights = [{name: row[f"reward/{name}/weight"] for name in mean} for row, mean in zip(trained, means)]
     assert weights[STEPS:] == [{"correctness": 1.0, "format": 0.0, "length": 0.5}] * 2
-    assert {(weight["correctness"], weight["format"]) for weight in weights[:STEPS]} == {(1.0, 1.0)}
+    for row, weight in zip(trained[:STEPS], weights):
+        factors = [row[f"reward/{name}/factor"] for name in ("correctness", "format")]
+        assert factors == [weight["correctness"], weight["format"]] and min(factors) >= 1.0
+    assert max(weights[STEPS - 1].values()) > 1.0, "a factor has risen, and the replay had the same one"
     for row, mean, weight in zip(trained, means, weights):
         assert row["reward/total/mean"] == pytest.approx(sum(weight[name] * mean[name] for name in weight))
 

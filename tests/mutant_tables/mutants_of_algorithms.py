@@ -27,6 +27,27 @@ ALGORITHMS = (
         "the weight of a checkpoint is within the limits of the config",
     ),
     mutant(
+        "algorithms/weighting_rules.py",
+        "deficit = max(target - self._averages[name], 0.0)",
+        "deficit = target - self._averages[name]",
+        "algorithms/test_weighting_rules.py::test_ctwa_raises_the_weights_of_components_below_their_target",
+        "a component above its target keeps its factor",
+    ),
+    mutant(
+        "algorithms/weighting_gradients.py",
+        "{name: max(float(value), self.floor) for name, value in zip(gradients.names, found)}",
+        "{name: float(value) for name, value in zip(gradients.names, found)}",
+        "algorithms/test_weighting_rules.py::test_a_component_whose_gradient_is_not_needed_keeps_the_floor",
+        "the gradient of every component stays measurable",
+    ),
+    mutant(
+        "training/gdpo.py",
+        "StepGradients(names, products / np.outer(sizes, sizes))",
+        "StepGradients(names, products)",
+        "training/test_weighting.py::test_gradients_of_a_rule_belong_to_terms_of_weight_one",
+        "a rule reads gradients without the weights in force",
+    ),
+    mutant(
         "algorithms/advantages.py",
         "BatchScale(*_counted(table, terms, settings), np.inf)",
         "BatchScale(*_counted(table, terms, settings), 1.0)",
@@ -63,10 +84,25 @@ ALGORITHMS = (
     ),
     mutant(
         "algorithms/estimators.py",
-        "return z, present & (groups.rows(~stats.constant) | single)",
-        "return z, present & groups.rows(~stats.constant)",
+        "return z, present & (groups.rows(has_signal) | single)",
+        "return z, present & groups.rows(has_signal)",
         "rollouts/test_group_signal.py::test_group_of_one_sample_has_signal_only_if_its_raw_reward_is_one",
         "a sample that is alone has signal with singleton raw",
+    ),
+    mutant(
+        "algorithms/estimators.py",
+        "has_signal &= share > 0",
+        "has_signal &= share >= 0",
+        "rollouts/test_credit.py::test_a_group_whose_rewards_differ_by_less_than_their_noise_has_no_signal "
+        "algorithms/test_noise.py::test_a_group_whose_variance_is_noise_has_no_signal",
+        "a group whose variance is measurement error has no signal",
+    ),
+    mutant(
+        "algorithms/noise.py",
+        "(right * false_negative + (1 - right) * false_positive) / self.contrast**2",
+        "(right * false_positive + (1 - right) * false_negative) / self.contrast**2",
+        "algorithms/test_noise.py::test_error_rates_are_corrected_without_bias_and_give_the_variance_of_the_errors",
+        "false negatives are errors of right samples",
     ),
     mutant(
         "algorithms/advantages.py",
@@ -200,5 +236,12 @@ ALGORITHMS = (
         "scaled[rows] = terms[rows] / self._scale.divisor",
         "algorithms/test_kl_in_reward.py::test_contributions_of_the_components_and_the_kl_sum_to_the_advantages",
         "the batch norm subtracts the mean of each component",
+    ),
+    mutant(
+        "algorithms/rewards.py",
+        "rows = passing & (groups == group)",
+        "rows = passing",
+        "algorithms/test_rewards.py::test_shortest_compares_the_correct_samples_of_a_group",
+        "lengths are only compared within a group",
     ),
 )

@@ -28,8 +28,8 @@ TRAINING = (
     ),
     mutant(
         "training/gdpo.py",
-        'return entropy | custom | ({} if self.weights is None else {"weights": self.weights.state()})',
-        "return entropy | custom",
+        "return entropy | custom | weighting | weights",
+        "return entropy | custom | weighting",
         "training/test_trainer.py::"
         "test_a_constraint_moves_the_weight_before_each_update_and_resumes_from_the_checkpoint",
         "a checkpoint contains the weights of constraints",

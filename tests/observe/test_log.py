@@ -153,12 +153,13 @@ def test_console_and_report_give_the_reason_for_a_weight(config, capsys, run_dir
     run = RunLog(config, run_dir)
     for step, weight in ((1, 0.5), (2, 0.3149)):
         goal = {"reward/length/at_least": 0.95, "reward/length/samples": 64.0, "reward/length/weight": weight}
+        goal["reward/length/factor"] = 0.5
         schedule = {"reward/correctness/weight": 0.1 * step}
         fixed = {"reward/format/weight": 0.5}
         run.step({**demo_row(step), **goal, **schedule, **fixed, "reward/length/mean": 0.91})
     run.close("complete")
     shown = capsys.readouterr().out
-    why = "constraint at_least 0.95, mean 0.91 over 64 samples"
+    why = "constraint at_least 0.95, mean 0.91 over 64 samples, gdpo.weighting with the factor 0.5"
     change = "schedule or changed config, last changed in step 2"
     assert f"weights  correctness 0.2: {change}; length 0.315: {why}\n" in shown
     assert "weights  length 0.5: constraint" in shown and shown.count("  weights  ") == 2

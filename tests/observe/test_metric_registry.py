@@ -21,6 +21,7 @@ from gdpo_nemo.algorithms.loss_selection import corrects_by_token
 from gdpo_nemo.algorithms.losses import LOSSES
 from gdpo_nemo.algorithms.offpolicy import CORRECTIONS
 from gdpo_nemo.algorithms.policy_loss import policy_loss
+from gdpo_nemo.algorithms.weighting_rules import Pow3r
 from gdpo_nemo.commands import cli
 from gdpo_nemo.data.packing import measure
 from gdpo_nemo.data.records import NOT_CONTIGUOUS, Group, Outcome, Prompt, Trajectory, UpdateResult
@@ -146,11 +147,13 @@ def rows_of_the_real_functions() -> list[dict[str, float]]:
     sums |= {"routing_decisions": 8.0, "routing_differing": 2.0}
     packing = measure([[[0, 1]]], [3, 4], 1, 1, 0.0)
     update = UpdateResult(0.1, 1.0, 1e-4, False, sums, maxima, packing, sequences=2, skipped_sequences=1)
-    advantages = compute_advantages({"a": [0.0, 1.0, 1.0, 1.0], "b": [1.0, 0.0, 1.0, 1.0]}, [0] * 4)
+    rewards = {"a": [0.0, 1.0, 1.0, 1.0], "b": [1.0, 0.0, 1.0, 1.0]}
+    advantages = compute_advantages(rewards, [0] * 4, noise={"a": 0.1})
     family = compute_advantages({"rubric/*": [[0.0, 1.0], [1.0, 1.0]]}, [0] * 2).diagnostics.metrics()
     trajectories = [*samples(), *samples(outcome=Outcome.ENV_FAILED)]
     group = Group(trajectories[0].prompt, samples())
-    weights = ComponentWeights({"a": 0.0, "b": 0.0}, {"a": {"at_least": 1}, "b": {"at_most": 1}}, {})
+    bounds = {"a": {"at_least": 1}, "b": {"at_most": 1}}
+    weights = ComponentWeights({"a": 0.0, "b": 0.0, "c": 1.0}, bounds, {}, Pow3r())
     weights.update(1, {})
     return [
         weights.metrics,

@@ -12,7 +12,7 @@ import pytest
 from gdpo_nemo.algorithms import target_po_coefficients
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory, UpdateResult
+from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory, UpdateResult, trajectories_of
 from gdpo_nemo.environments.tasks.digit_sort import DigitSort
 from gdpo_nemo.rollouts.credit import advantages_of, log_ratios, reward_columns, updates_of
 from gdpo_nemo.rollouts.group_signal import has_signal, part_with_signal
@@ -265,6 +265,48 @@ def test_signal_is_computed_from_shaped_rewards():
     assert has_signal(wrong, config("gdpo.rewards.length=1")) and not has_signal(wrong, conditioned)
     made = config("gdpo.rewards={brief: 1, correctness: 0}", "gdpo.shaping=[{component: brief, length: {full: 4}}]")
     assert has_signal(group("a", {C: 0.0}, {C: 0.0}), made)
+
+
+def test_a_group_whose_rewards_differ_by_less_than_their_noise_has_no_signal():
+    alike = group("a", {C: 0.5}, {C: 0.6}, {C: 0.55})
+    assert has_signal(alike, config()) and not has_signal(alike, config("gdpo.noise={correctness: 0.1}"))
+    assert has_signal(alike, config("gdpo.noise={correctness: 0.01}"))
+
+
+def test_error_rates_correct_rewards_before_shaping():
+    rates = "gdpo.noise={correctness: {false_positive: 0.1, false_negative: 0.2}}"
+    condition = "gdpo.shaping=[{component: format, condition: {on: correctness, ge: 1}}]"
+    groups = two_groups()
+    plain, fixed = (reward_columns(all_of(groups), config(condition, *more)) for more in ([], [rates]))
+    np.testing.assert_allclose(fixed[C], (plain[C] - 0.1) / 0.7, rtol=1e-15)
+    np.testing.assert_array_equal(fixed[F], plain[F])  # 0.9 / 0.7 also meets the condition
+    found = advantages_of(groups, config(rates)).diagnostics.metrics()
+    assert found["reward/correctness/mean"] == pytest.approx((3 / 8 - 0.1) / 0.7)
+    groups[1].trajectories[2].rewards[C] = 0.5
+    with pytest.raises(
+        RunError, match="gdpo.noise.correctness: error rates require rewards of 0 or 1, got 0.5 for sam"
+    ):
+        advantages_of(groups, config(rates))
+
+
+@pytest.mark.parametrize(
+    ("group_by", "expected"),
+    [
+        ("row", [0.5, np.nan, -0.5, np.nan, *[np.nan] * 4]),
+        ("prompt", [5 / 9, np.nan, -1 / 9, np.nan, np.nan, np.nan, np.nan, -4 / 9]),
+    ],
+)
+def test_brevity_is_compared_among_the_correct_samples_of_a_group(group_by, expected):
+    rule = "gdpo.shaping=[{component: brevity, shortest: {on: correctness, ge: 1}}]"
+    made = config("gdpo.rewards={correctness: 1, brevity: 0.5}", rule, f"gdpo.group_by={group_by}")
+    groups = two_groups()  # lengths from 4 to 7; both groups have the same prompt tokens
+    found = reward_columns(trajectories_of(groups), made)["brevity"]
+    np.testing.assert_allclose(found, expected)
+    groups[0].trajectories[0] = replace(groups[0].trajectories[0], rewards={}, outcome=Outcome.ENV_FAILED)
+    found = reward_columns(trajectories_of(groups), made)["brevity"]
+    assert np.isnan(found[0]), "a masked sample is not compared"
+    terms = advantages_of(two_groups(), made)
+    assert not terms.components[1, list(terms.names).index("brevity")], "a wrong sample has no term for its length"
 
 
 def test_signal_may_be_computed_before_shaping():

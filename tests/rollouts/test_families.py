@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from gdpo_nemo.algorithms.component_weights import ComponentWeights
-from gdpo_nemo.algorithms.rubrics import Criterion, criteria_of, read_rubric, with_scores
+from gdpo_nemo.algorithms.rubrics import Criterion, criteria_of, read_rubric, restored, with_scores
+from gdpo_nemo.algorithms.weighting import RuleRunner
+from gdpo_nemo.algorithms.weighting_rules import Pow3r
 from gdpo_nemo.commands import cli
 from gdpo_nemo.commands.advantage_tables import read_step
 from gdpo_nemo.config.load import load_config, save_config
@@ -21,12 +23,13 @@ from gdpo_nemo.observe.sample_values import SampleValues
 from gdpo_nemo.observe.samples import read_rollouts, write_rollouts
 from gdpo_nemo.rollouts.batches import recorded_groups
 from gdpo_nemo.rollouts.credit import advantages_of, by_span, reward_columns
-from gdpo_nemo.rollouts.families import families_of
+from gdpo_nemo.rollouts.families import families_of, weigh_criteria
 from gdpo_nemo.rollouts.group_signal import has_signal, top_variance
 from gdpo_nemo.rollouts.metrics import validation_metrics
 from gdpo_nemo.rollouts.prompt_pools import signals_of
 from gdpo_nemo.training.component_gradients import contributions
 from gdpo_nemo.utils.errors import ConfigError, RunError
+from gdpo_nemo.utils.state import from_json, to_json
 
 TINY = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 TURNS = TINY.with_name("gdpo_turns_cpu.yaml")
@@ -262,3 +265,63 @@ def test_a_family_is_one_term_of_the_component_gradients():
     terms = np.concatenate(contributions(found, made.trajectories, [0]))
     assert terms.shape == (3, 2)
     np.testing.assert_allclose(terms[:, 0], found.values, atol=1e-12)
+
+
+def pow3r_by_hand(rewards: np.ndarray, weights: np.ndarray, alphas: np.ndarray) -> np.ndarray:
+    """Equations 4 to 7 of arXiv 2605.20164 for one prompt and one category: rewards [criteria, samples]."""
+    contrast = np.sqrt([np.nanmean((row - np.nanmean(row)) ** 2) + 1e-4 for row in rewards])
+    valid = np.isfinite(rewards).sum(axis=1) >= np.ceil(0.75 * rewards.shape[1])
+    ratio = contrast / (weights[valid] @ contrast[valid] / weights[valid].sum())
+    goal = np.clip(0.5 + 0.5 * ratio, 0.67, 1.5)
+    return np.where(valid, np.clip(0.8 * alphas + 0.2 * goal, 0.67, 1.5), alphas)
+
+
+def test_pow3r_weighs_the_criteria_of_a_row_by_their_contrast_when_the_row_comes_again():
+    rubric = [{"criterion": "a", "weight": 2}, {"criterion": "b", "weight": 1}, {"criterion": "c", "weight": -3}, "d"]
+    columns = np.array([[1, 0, 1, 0], [1, 1, 1, 1], [0, 0, 0, 1], [1, np.nan, np.nan, 0]], float)
+    values = [{str(j + 1): None if np.isnan(r) else r for j, r in enumerate(sample)} for sample in columns.T]
+    other = group("2", ["x", "y"], [{"1": 1, "2": 0}, {"1": 0, "2": 0}, {"1": 0, "2": 1}, {"1": 1, "2": 1}])
+    settings = config("gdpo.batch_norm=false", "gdpo.num_generations_per_prompt=4")
+    runner, alphas, sizes = RuleRunner(Pow3r()), np.ones(4), np.array([2.0, 1, 3, 1])
+    for step in (1, 2, 3):
+        seen = group("1", rubric, values)
+        weigh_criteria([seen, other], runner, step)
+        factors = [criterion.factor for criterion in seen.trajectories[2].criteria.values()]
+        np.testing.assert_allclose(factors, alphas * sizes.sum() / (sizes @ alphas), rtol=1e-12)
+        # The advantages are those of a rubric with these weights; scores are those of the human weights.
+        weights = [
+            criterion.weight * factor for criterion, factor in zip(seen.trajectories[0].criteria.values(), factors)
+        ]
+        reweighted = group("1", [{"criterion": "-", "weight": weight} for weight in weights], values)
+        found, expected = (advantages_of([each], settings).values.numpy() for each in (seen, reweighted))
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+        scores = reward_columns(seen.trajectories, settings)["rubric/*"]
+        np.testing.assert_array_equal(
+            scores, reward_columns(group("1", rubric, values).trajectories, settings)["rubric/*"]
+        )
+        alphas = pow3r_by_hand(columns, sizes, alphas)
+    assert alphas[1] < 1 < alphas[0] and alphas[3] == 1.0, "a criterion with too few verdicts keeps its alpha"
+    # Recorded samples keep the factors of their run, until a step without such a rule.
+    again = restored({name: asdict(criterion) for name, criterion in seen.trajectories[0].criteria.items()})
+    assert again == seen.trajectories[0].criteria
+    resumed = RuleRunner(Pow3r())
+    resumed.rule.load_state(from_json(to_json(runner.rule.state())))
+    first, second = group("1", rubric, values), group("1", rubric, values)
+    weigh_criteria([first], runner, 4), weigh_criteria([second], resumed, 4)
+    assert first.trajectories[0].criteria == second.trajectories[0].criteria != again
+    weigh_criteria([first], None, 5)
+    assert {criterion.factor for t in first.trajectories for criterion in t.criteria.values()} == {1.0}
+
+
+def test_pow3r_accepts_a_single_family_and_leaves_its_weight():
+    validate(config("gdpo.weighting={rule: pow3r}"))
+    with pytest.raises(ConfigError, match="gdpo.weighting: pow3r requires gdpo.group_by: row for a family"):
+        validate(config("gdpo.weighting={rule: pow3r}", "gdpo.group_by=prompt"))
+    with pytest.raises(ConfigError, match="gdpo.weighting: requires at least two components"):
+        validate(config("gdpo.weighting={rule: tchebycheff}"))
+    columns = {"rubric/*": np.array([0.1, 0.9]), "a": np.array([0.0, 1.0]), "b": np.array([1.0, 1.0])}
+    weights = ComponentWeights(dict.fromkeys(columns, 1.0), {}, {}, Pow3r())
+    for step in (1, 2):
+        weights.update(step, columns, np.zeros(2, int))
+    assert weights.values["rubric/*"] == 1.0 != weights.values["a"]
+    assert weights.values["a"] + weights.values["b"] == pytest.approx(2.0, abs=1e-12)

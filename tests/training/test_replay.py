@@ -149,11 +149,15 @@ def test_moved_run_is_replayed_with_the_paths_of_its_new_folder(run):
 def test_another_objective_holds_at_every_step_and_changes_nothing_else(run):
     before = replay.plan_rerun(run, None, None).segments
     changes = ["gdpo.estimator=grpo", "gdpo.options={scale_rewards: none}", "loss_fn.ratio_clip_max=0.5"]
+    changes += ["gdpo.weighting={rule: mgda}", "gdpo.component_gradient_period=1"]
     after = replay.plan_rerun(run, None, None, instead=changes).segments
     assert [segment.last for segment in after] == [2, 4]
     for then, now in zip(before, after, strict=True):
         assert (now.config.gdpo.estimator, now.config.loss_fn.ratio_clip_max) == ("grpo", 0.5)
-        gdpo = dataclasses.replace(now.config.gdpo, estimator=then.config.gdpo.estimator, options={})
+        assert now.config.gdpo.weighting == {"rule": "mgda"}
+        gdpo = dataclasses.replace(
+            now.config.gdpo, estimator=then.config.gdpo.estimator, options={}, weighting={}, component_gradient_period=0
+        )
         assert dataclasses.replace(now.config, gdpo=gdpo, loss_fn=then.config.loss_fn) == then.config
 
 
