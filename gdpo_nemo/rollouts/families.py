@@ -157,6 +157,22 @@ def _family(
     )
 
 
+def criterion_terms(
+    terms: Mapping[str, np.ndarray], trajectories: Sequence[Trajectory], group_by: str
+) -> list[dict[str, float]]:
+    """Return the terms of each trajectory's criteria, by component.
+
+    Args:
+        terms: terms of each family's criteria (``Advantages.criteria``): float64 [trajectories, slots].
+        group_by: value of ``gdpo.group_by``.
+    """
+    found: list[dict[str, float]] = [{} for _ in trajectories]
+    for name, family in families_of(trajectories, group_by).items():
+        for own, trajectory, names, row in zip(found, trajectories, family.names, terms[name].tolist()):
+            own.update(pair for pair in zip(names, row) if pair[0] in trajectory.criteria)
+    return found
+
+
 def slots_of(columns: Mapping[str, np.ndarray], families: Mapping[str, Family]) -> dict[str, np.ndarray]:
     """Return the columns for ``compute_advantages``, in which a family has the shape [trajectories, slots]."""
     return {name: column.T if name in families else column for name, column in columns.items()}
