@@ -29,8 +29,9 @@ from gdpo_nemo.observe.trackers import completion_table
 from gdpo_nemo.rollouts.batches import recorded_groups
 from gdpo_nemo.rollouts.credit import advantages_of, by_span, reward_columns
 from gdpo_nemo.rollouts.families import criterion_terms, families_of, weigh_criteria
-from gdpo_nemo.rollouts.group_signal import has_signal
+from gdpo_nemo.rollouts.group_signal import has_signal, top_variance
 from gdpo_nemo.rollouts.metrics import validation_metrics
+from gdpo_nemo.rollouts.prompt_pools import signals_of
 from gdpo_nemo.tools.chat.speakers import rewards_line
 from gdpo_nemo.training.component_gradients import contributions
 from gdpo_nemo.training.ppo import action_rewards
@@ -259,6 +260,16 @@ def test_dynamic_sampling_keeps_groups_whose_criteria_vary():
     assert has_signal(group("1", [POLITE, LONG], [{"polite": 1, "long": 0}, {"polite": 0, "long": 0}]), settings)
     assert not has_signal(group("2", [POLITE], [{"polite": 1}, {"polite": 1}]), settings)
     assert not has_signal(group("3", cancelling, [{"1": 1, "2": 1}, {"1": 0, "2": 0}]), settings)
+
+
+def test_selection_treats_a_family_as_one_component_by_its_score():
+    settings = config("rollout.selection.enabled=true")
+    varied = group("1", [POLITE, LONG], [{"polite": 1, "long": 0}, {"polite": 0, "long": 0}])
+    constant = group("2", [POLITE], [{"polite": 1}, {"polite": 1}])
+    assert signals_of(varied, settings) == {"rubric/*": (True, pytest.approx(1 / 3))}
+    assert signals_of(constant, settings) == {"rubric/*": (False, pytest.approx(1.0))}
+    groups = [replace(varied, position=0), replace(constant, position=1)]
+    assert top_variance(groups, settings, 0.9) == {0}
 
 
 def test_rows_with_equal_prompts_and_other_rubrics_are_compared_by_criterion():
