@@ -42,12 +42,15 @@ CASES: dict[str, tuple[Rewards, float, dict[str, float]]] = {
     "equal scales": (scaled(1.0), 0.0, {}),
     "second reward a tenth as large": (scaled(0.1), 0.0, {}),
     "second reward is noise": (noisy, 0.0, {}),
+    "the same, with gdpo.noise": (noisy, 0.0, {}),
     "short answers are often wrong": (scaled(1.0), -0.8, {}),
     "the same, second reward a tenth as large": (scaled(0.1), -0.8, {}),
     "the same, weight 0.1 for the second": (scaled(0.1), -0.8, {"second": 0.1}),
     "the same, second only if the first": (conditional, -0.8, {}),
 }
 """Rewards, correlation of the features over the answers, and weights of GDPO (default 1), by name."""
+NOISE = {"the same, with gdpo.noise": {"second": 0.01}}
+"""Measurement errors that GDPO knows, by name of the case."""
 
 
 def features(correlation: float, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -71,8 +74,14 @@ def train(name: str, estimator: str, seed: int) -> np.ndarray:
         values = rewards(a[prompt, answer], b[prompt, answer], draw)
         given = weights if estimator == "gdpo" else {}
         columns = {"first": values[:, 0], "second": values[:, 1]}
+        known = {"noise": NOISE[name]} if name in NOISE and estimator == "gdpo" else {}
         found = compute_advantages(
-            columns, prompt, weights={k: given.get(k, 1.0) for k in columns}, estimator=estimator, batch_norm=False
+            columns,
+            prompt,
+            weights={k: given.get(k, 1.0) for k in columns},
+            estimator=estimator,
+            batch_norm=False,
+            **known,
         ).values.numpy()
         found = found / max(np.sqrt((found**2).mean()), 1e-12)
         gradient = np.zeros_like(logits)

@@ -34,6 +34,7 @@ import torch
 
 from gdpo_nemo.algorithms.diagnostics import Diagnostics, diagnose
 from gdpo_nemo.algorithms.estimators import Terms
+from gdpo_nemo.algorithms.noise import check_table
 from gdpo_nemo.algorithms.selection import DEFAULT_EPSILON, run_estimator, select
 from gdpo_nemo.algorithms.settings import Settings
 from gdpo_nemo.algorithms.table import RewardTable, build_table
@@ -69,6 +70,8 @@ class Advantages:
     _table: RewardTable = field(repr=False, compare=False)
     _epsilon: float | None = field(repr=False, compare=False, default=None)
     """Epsilon in the components' z-scores. None if the sum of the rewards was normalised instead."""
+    _noise: Mapping[str, Any] = field(repr=False, compare=False, default_factory=dict)
+    """`Settings.noise`."""
     _scale: BatchScale | None = field(repr=False, compare=False, default=None)
     """Batch norm of the advantages. None if there is none."""
     _find_advantaged: Callable[[], np.ndarray] | None = field(repr=False, compare=False, default=None)
@@ -89,7 +92,8 @@ class Advantages:
         take = self._table.groups.take
         terms = np.ascontiguousarray(take(self.components.numpy()).T)
         has_signal, has_advantage = take(self.has_signal.numpy()), take(self.has_advantage)
-        return diagnose(self._table, terms, has_signal, has_advantage, take(self.values.numpy()), self._epsilon)
+        values = take(self.values.numpy())
+        return diagnose(self._table, terms, has_signal, has_advantage, values, self._epsilon, noise=self._noise)
 
     @cached_property
     def has_advantage(self) -> np.ndarray:
@@ -188,6 +192,7 @@ def compute_advantages(
         rewards, group_ids, weights, valid, lengths,
         trajectory_ids=trajectory_ids, criterion_weights=criterion_weights, family_scale=family_scale,
     )  # fmt: skip
+    check_table(settings.noise, table)
     if settings.missing != "exclude":
         table = _fill_missing(table, settings)
     if kl is not None or kl_coefficient is not None:
@@ -203,6 +208,7 @@ def compute_advantages(
         has_signal=torch.from_numpy(put(terms.has_signal)),
         _table=table,
         _epsilon=None if terms.total is not None else settings.epsilon,
+        _noise=settings.noise,
         _scale=scale,
         _find_advantaged=partial(_advantaged_rows, table, settings, compute),
         _columns=terms.components,

@@ -4,7 +4,7 @@ and confidence intervals."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from gdpo_nemo.algorithms.estimators import grpo
+from gdpo_nemo.algorithms.noise import pooled_reliability
 from gdpo_nemo.algorithms.settings import Settings
 from gdpo_nemo.algorithms.table import CONSTANT_RANGE, RewardTable, moments
 
@@ -22,6 +23,8 @@ OPPOSED_ERRORS = 3.0
 than this number of standard errors. Unrelated components have opposite signs in about half of the samples."""
 IGNORED_SHARE = 0.1
 """A component is reported as ignored if its effective weight is below this fraction of its nominal weight."""
+RELIABLE_SHARE = 0.1
+"""A component is reported as mostly noise if its reliability is below this fraction."""
 
 
 def dead_groups(table: RewardTable) -> np.ndarray:
@@ -76,6 +79,10 @@ METRICS = {
         "share",
         "Position of component NAME's mean between the smallest (0) and largest (1) value of the batch",
     ),
+    "reward/NAME/reliability": (
+        "share",
+        "Share of component NAME's variance within groups, over the batch, that is not measurement error (gdpo.noise)",
+    ),
     "reward/NAME/conflicts": (
         "share",
         "Samples on which component NAME and another have opposite signs, among those with both nonzero; the worst "
@@ -95,6 +102,12 @@ METRICS = {
     "advantage/distinct": ("", "Number of distinct advantages in the batch", {"label": "distinct advantages"}),
     "advantage/distinct_if_summed": ("", "Number of distinct advantages if the weighted rewards were summed first"),
 }
+
+
+_BY_COMPONENT = (
+    "mean", "std", "met", "dead_groups", "missing", "weight", "effective_weight", "saturation", "reliability",
+)  # fmt: skip
+"""Fields of `Diagnostics` that are metrics of a component."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +159,8 @@ class Diagnostics:
     std is the median deviation over the groups in which the component varies. NaN if the estimator computes no z-scores
     of components.
     """
+    reliability: np.ndarray
+    """[components], share of the variance within groups that is not measurement error (`noise.pooled_reliability`)."""
     advantage_std: float
     """Standard deviation of the advantages over rows with a training signal."""
     distinct: int
@@ -159,7 +174,7 @@ class Diagnostics:
         row["advantage/distinct"] = float(self.distinct)
         row["advantage/distinct_if_summed"] = float(self.distinct_if_summed)
         for k, name in enumerate(self.names):
-            for key in ("mean", "std", "met", "dead_groups", "missing", "weight", "effective_weight", "saturation"):
+            for key in _BY_COMPONENT:
                 row[f"reward/{name}/{key}"] = float(getattr(self, key)[k])
             if self.missing[k] == 1:
                 del row[f"reward/{name}/effective_weight"]
@@ -222,6 +237,11 @@ class Diagnostics:
                 f"component {name!r} varies little more than epsilon, which shrinks its z-scores "
                 f"by {self.shrinkage[k]:.0%}; scale the reward up, or lower epsilon"
             )
+        if self.reliability[k] < RELIABLE_SHARE:
+            return (
+                f"component {name!r} is mostly noise (gdpo.noise): {self.reliability[k]:.0%} of its variance within "
+                f"groups is not measurement error"
+            )
         if share < 0:
             return f"component {name!r} is outvoted: the advantage moves against it (weight {nominal:.0%})"
         if share < IGNORED_SHARE * nominal:
@@ -236,6 +256,8 @@ def diagnose(
     has_advantage: np.ndarray,
     values: np.ndarray,
     epsilon: float | None = None,
+    *,
+    noise: Mapping[str, Any] | None = None,
 ) -> Diagnostics:
     """Compute the diagnostics of one batch.
 
@@ -245,6 +267,7 @@ def diagnose(
         has_advantage: bool [sequences], see `Advantages.has_advantage`.
         values: float64 [sequences], advantages.
         epsilon: constant added to the deviations of components within their groups; None if no epsilon was added.
+        noise: measurement error of components (`Settings.noise`).
     """
     dead = dead_groups(table)
     having = np.stack([table.groups.sum(row) > 0 for row in table.present], axis=1)
@@ -268,6 +291,7 @@ def diagnose(
             opposition=opposition,
             correlation=correlation,
             shrinkage=_shrinkage(table, dead, epsilon),
+            reliability=pooled_reliability(table, noise or {}),
             advantage_std=float(values[has_signal].std(ddof=1)) if has_signal.sum() > 1 else float("nan"),
             distinct=count_distinct(values[table.valid]),
             distinct_if_summed=count_distinct(summed[table.valid]),

@@ -13,6 +13,7 @@ from typing import Literal
 
 import numpy as np
 
+from gdpo_nemo.algorithms.noise import reliability
 from gdpo_nemo.algorithms.settings import Settings
 from gdpo_nemo.algorithms.table import Groups, Moments, RewardTable, moments, nearest
 
@@ -67,11 +68,16 @@ def _z_score(table: RewardTable, k: int, settings: Settings) -> tuple[np.ndarray
     z = stats.deviation * _factor(groups, _scale(table.batch_values(k), stats, settings), stats, settings)
     # The z-score of a value that equals the group mean is rounding noise, whose sign depends on the order of the rows.
     z[np.abs(z) < ROUNDING] = 0.0
+    has_signal = ~stats.constant
+    if noise := settings.noise.get(table.names[k]):
+        share = reliability(noise, groups, table.columns[k], stats)
+        z *= groups.rows(share)
+        has_signal &= share > 0
     if settings.singleton == "raw":
         single = groups.rows(stats.count == 1) & present
         z[single] = table.columns[k, single] / (1.0 + settings.epsilon)
-        return z, present & (groups.rows(~stats.constant) | single)
-    return z, present & groups.rows(~stats.constant)
+        return z, present & (groups.rows(has_signal) | single)
+    return z, present & groups.rows(has_signal)
 
 
 def _scale(values: np.ndarray, stats: Moments, settings: Settings) -> np.ndarray:
@@ -139,6 +145,8 @@ def gdpo(table: RewardTable, settings: Settings) -> Terms:
             f"this variant of gdpo requires at least two components with a weight, got only {only!r}; use grpo"
         )
     if len(weighted) == 1 and settings.single_reward == "grpo":
+        if settings.noise:
+            raise ValueError("noise requires at least two components with a weight if single_reward is grpo")
         return grpo(table, settings)
     return weighted_terms(*z_scores(table, settings), table.weights)
 

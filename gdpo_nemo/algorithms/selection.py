@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from gdpo_nemo.algorithms.estimators import ESTIMATORS, Estimator, Terms
+from gdpo_nemo.algorithms.noise import error_rates
 from gdpo_nemo.algorithms.settings import PRESETS, SETTING_NAMES, Settings
 from gdpo_nemo.algorithms.table import RewardTable, build_table, nearest
 
@@ -218,6 +219,8 @@ def _idle(name: str, estimator: str | Callable[..., Terms], entry: Estimator, se
         return f"as kept with {_name(estimator)}, which drops no samples; use scored"
     if (name == "singleton" and entry.sums_rewards) or (name == "leave_one_out" and has_fixed_scale):
         return f"with {_name(estimator)}, which normalises the sum of the rewards"
+    if name == "noise" and entry.sums_rewards and len(error_rates(settings.noise)) < len(settings.noise):
+        return f"as a standard deviation with {_name(estimator)}, which normalises the sum of the rewards"
     if name == "scale_rewards" and has_fixed_scale:
         return f"with {_name(estimator)}, which sets its own scale"
     if name == "equal_peers" and not (settings.leave_one_out and settings.scale_rewards == "group"):

@@ -6,10 +6,12 @@ is not reproduced. Numerical differences between the variants are in the tests.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from gdpo_nemo.algorithms.noise import read_noise
 from gdpo_nemo.algorithms.table import nearest
 
 
@@ -66,6 +68,9 @@ class Settings:
     """
     exact_zero: bool = True
     """Give samples of groups with zero range a score of exactly 0. False: only epsilon bounds their rounding noise."""
+    noise: Mapping[str, Any] = field(default_factory=dict)
+    """Measurement error of components, by name (`noise.read_noise`). Each group's z-scores are multiplied by the share
+    of its variance that is not error. With error rates, the rewards must already be corrected (`noise.corrected`)."""
 
     def __post_init__(self) -> None:
         for name, choices in _choices().items():
@@ -76,6 +81,8 @@ class Settings:
                 raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
         if self.ddof not in (0, 1):
             raise ValueError(f"ddof must be 0 or 1, got {self.ddof}")
+        for name, value in self.noise.items():
+            read_noise(name, value)
 
     @property
     def batch_eps(self) -> float:

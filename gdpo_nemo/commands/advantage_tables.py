@@ -19,6 +19,7 @@ from rich.text import Text
 
 from gdpo_nemo.algorithms import Advantages
 from gdpo_nemo.algorithms.loss_selection import is_import_path
+from gdpo_nemo.algorithms.noise import error_rates
 from gdpo_nemo.algorithms.rewards import rule_name
 from gdpo_nemo.algorithms.rubrics import restored
 from gdpo_nemo.algorithms.settings import PRESETS
@@ -241,7 +242,10 @@ class _Step:
         self.groups = groups
         self.trajectories = [t for group in groups for t in group.trajectories]
         self.advantages: Advantages | TurnAdvantages = advantages_of(groups, config)
-        summing = replace(config.gdpo, estimator="grpo", preset=None, options={}, batch_norm=None, epsilon=1e-6)
+        rates = {name: config.gdpo.noise[name] for name in error_rates(config.gdpo.noise)}
+        summing = replace(
+            config.gdpo, estimator="grpo", preset=None, options={}, noise=rates, batch_norm=None, epsilon=1e-6
+        )
         self.summed = advantages_of(groups, replace(config, gdpo=summing)).values.numpy()
         self.values, self.terms = self.advantages.values.numpy(), self.advantages.components.numpy()
         columns = reward_columns(self.trajectories, config)

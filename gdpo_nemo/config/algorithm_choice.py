@@ -111,8 +111,8 @@ ALGORITHMS = {
         section="ppo",
         unused=(
             Unused(
-                "gdpo.estimator gdpo.preset gdpo.batch_norm gdpo.epsilon gdpo.options gdpo.component_gradient_period "
-                "gdpo.discount gdpo.turn_baseline",
+                "gdpo.estimator gdpo.preset gdpo.batch_norm gdpo.epsilon gdpo.options gdpo.noise "
+                "gdpo.component_gradient_period gdpo.discount gdpo.turn_baseline",
                 "with algorithm ppo, which computes advantages from its value head",
             ),
         ),
@@ -125,7 +125,7 @@ ALGORITHMS = {
         unused=(
             Unused(
                 "gdpo.estimator gdpo.preset gdpo.constraints gdpo.schedules gdpo.weighting gdpo.batch_norm "
-                "gdpo.epsilon gdpo.options gdpo.component_gradient_period gdpo.kl_in_reward gdpo.credit "
+                "gdpo.epsilon gdpo.options gdpo.noise gdpo.component_gradient_period gdpo.kl_in_reward gdpo.credit "
                 "gdpo.dynamic_sampling.enabled",
                 "with algorithm distillation, which computes advantages from the teacher",
             ),

@@ -195,8 +195,8 @@ EFFECTS: tuple[Effect, ...] = (
         "on GPUs, where gpu_memory_utilization or gpu_kv_cache_memory_bytes sets the size",
     ),
     Effect(
-        "gdpo.estimator gdpo.preset gdpo.constraints gdpo.schedules gdpo.weighting gdpo.shaping gdpo.batch_norm "
-        "gdpo.kl_in_reward gdpo.credit gdpo.num_iterations gdpo.component_gradient_period "
+        "gdpo.estimator gdpo.preset gdpo.constraints gdpo.schedules gdpo.weighting gdpo.noise gdpo.shaping "
+        "gdpo.batch_norm gdpo.kl_in_reward gdpo.credit gdpo.num_iterations gdpo.component_gradient_period "
         "gdpo.stop_when gdpo.dynamic_sampling.enabled rollout.max_staleness "
         "rollout.group_timeout_s rollout.replay_buffer.groups "
         "rollout.function rollout.save_trainer_logprobs rollout.save_entropies rollout.save_groups "

@@ -28,6 +28,7 @@ import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
+from gdpo_nemo.algorithms.noise import resolved
 from gdpo_nemo.config.algorithm_choice import ALGORITHMS, spec_named
 from gdpo_nemo.config.allowed_values import CHOICES, CUSTOM_FUNCTIONS, SECTIONS_OFF
 from gdpo_nemo.config.interpolations import check_interpolations
@@ -435,9 +436,18 @@ def build_config(merged: DictConfig) -> Config:
     except OmegaConfBaseException as error:
         raise _translated(error, "") from None
     _check(content, Config, "", "")
+    config.gdpo.noise = _measured(config.gdpo)
     for key in CHOICES:
         _check_choice(key, functools.reduce(operator.getitem, key.split("."), content))
     return config
+
+
+def _measured(gdpo: GdpoConfig) -> dict[str, Any]:
+    """Return ``gdpo.noise`` with the values of its file, so that the config of a run does not depend on the file."""
+    try:
+        return resolved(gdpo.noise, gdpo.rewards)
+    except ValueError as error:
+        raise ConfigError(f"gdpo.{error}") from None
 
 
 def _resolve(merged: DictConfig) -> None:

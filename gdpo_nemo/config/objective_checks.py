@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from gdpo_nemo.algorithms.component_weights import check_component_weights
+from gdpo_nemo.algorithms.estimators import ESTIMATORS
 from gdpo_nemo.algorithms.loss_selection import (
     Functions,
     check_loss,
@@ -19,6 +20,7 @@ from gdpo_nemo.algorithms.loss_selection import (
     why_all_sequences,
 )
 from gdpo_nemo.algorithms.loss_settings import LossSettings
+from gdpo_nemo.algorithms.noise import check_noise, error_rates
 from gdpo_nemo.algorithms.preference_objectives import PREFERENCES
 from gdpo_nemo.algorithms.rewards import check_shaping, creates, parse_condition, rule_name
 from gdpo_nemo.algorithms.selection import check_selection, run_estimator, select
@@ -54,6 +56,7 @@ def check_learning(config: Config, algorithm: AlgorithmSpec) -> None:
         return
     _check_shaping_rules(config.gdpo)
     check_reward_weights(config)
+    _check_noise(config.gdpo)
     check_estimator(config.gdpo)
     _check_component_weights(config.gdpo)
     _check_weighting(config, algorithm)
@@ -172,7 +175,7 @@ def check_estimator(gdpo: GdpoConfig, function: Callable[..., Any] | None = None
     Raises:
         ConfigError: if a setting is not supported.
     """
-    for name in ("batch_norm", "epsilon"):
+    for name in ("batch_norm", "epsilon", "noise"):
         if name in gdpo.options:
             raise ConfigError(f"gdpo.options.{name}: not an option; set gdpo.{name}")
     if gdpo.turn_baseline == "group" and gdpo.options.get("leave_one_out"):
@@ -183,10 +186,9 @@ def check_estimator(gdpo: GdpoConfig, function: Callable[..., Any] | None = None
     if function is None and is_import_path(gdpo.estimator):
         _check_import_path("gdpo.estimator", gdpo.estimator)
         return
+    options = {**gdpo.options, "noise": gdpo.noise} if gdpo.noise else gdpo.options
     try:
-        check_selection(
-            function or gdpo.estimator, gdpo.preset, gdpo.batch_norm, gdpo.epsilon, gdpo.options, gdpo.rewards
-        )
+        check_selection(function or gdpo.estimator, gdpo.preset, gdpo.batch_norm, gdpo.epsilon, options, gdpo.rewards)
     except ValueError as error:
         key = "gdpo.preset" if gdpo.preset else "gdpo.estimator"
         if gdpo.options:
@@ -196,6 +198,27 @@ def check_estimator(gdpo: GdpoConfig, function: Callable[..., Any] | None = None
         if function is None:
             raise
         raise ConfigError(f"gdpo.estimator: {gdpo.estimator} raised {with_array_hint(error)}") from error
+
+
+def _check_noise(gdpo: GdpoConfig) -> None:
+    """Check ``gdpo.noise``. Raises ConfigError."""
+    if not gdpo.noise:
+        return
+    try:
+        check_noise(gdpo.noise, gdpo.rewards)
+    except ValueError as error:
+        raise ConfigError(f"gdpo.{error}") from None
+    rates = error_rates(gdpo.noise)
+    entry = ESTIMATORS.get(gdpo.estimator)
+    if entry is not None and entry.sums_rewards and len(rates) < len(gdpo.noise):
+        name = next(name for name in gdpo.noise if name not in rates)
+        raise ConfigError(f"gdpo.noise.{name}: has no effect with {gdpo.estimator}, which sums the rewards; remove it")
+    for rule in gdpo.shaping:
+        if rule["component"] in rates:
+            raise ConfigError(
+                f"gdpo.noise.{rule['component']}: error rates conflict with its rule in gdpo.shaping, after which the "
+                "rewards are not those of the verifier; use the standard deviation of the shaped reward"
+            )
 
 
 def _check_component_weights(gdpo: GdpoConfig) -> None:

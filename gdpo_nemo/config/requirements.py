@@ -325,6 +325,11 @@ REQUIREMENTS = (
     ),
     # Loss and algorithm
     Requires(
+        "gdpo.noise",
+        lambda c: c.gdpo.credit != "turn",
+        "conflicts with gdpo.credit turn, whose returns sum the errors of several turns",
+    ),
+    Requires(
         "gdpo.credit",
         lambda c: c.gdpo.credit != "span" or spec_of(c).head != "value",
         "span conflicts with algorithm {c.algorithm.type}; use sequence or turn",

@@ -143,6 +143,11 @@ class GdpoConfig:
     """Rule that multiplies the weights of reward components by factors, which it computes in each step, and options of
     the rule: `{rule: saw}`. Rules: saw, ctwa, pow3r, hypervolume, tchebycheff, gradnorm, mgda, influence, or the import
     path of a user-defined function (`file.py:name`). See docs/weighting.md."""
+    noise: dict[str, Any] = field(default_factory=dict)
+    """Measurement error of reward components: its standard deviation, `{quality: 0.12}`, the error rates of a verifier
+    that returns 0 or 1, `{correct: {false_positive: 0.1, false_negative: 0.2}}`, or the profile that measured it,
+    `{from: results/tiny_profile/profile.json}`. The z-scores of a group are multiplied by the share of its variance
+    that is not error. Rewards with error rates are corrected before shaping: (r - fp) / (1 - fp - fn)."""
     shaping: list[dict[str, Any]] = field(default_factory=list)
     """Transformations of reward components, applied in this order before the advantages are computed: clip, scale,
     linear, condition, length, overlong, truncated. Example: `{component: length, condition: {on: correctness, ge:

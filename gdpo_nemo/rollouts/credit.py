@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gdpo_nemo.algorithms import LossSettings, apply_shaping, token_weights
 from gdpo_nemo.algorithms.entropy import clip_cov, kl_cov
 from gdpo_nemo.algorithms.loss_selection import reads_staleness
+from gdpo_nemo.algorithms.noise import corrected
 from gdpo_nemo.algorithms.rewards import creates
 from gdpo_nemo.algorithms.rubrics import gates
 from gdpo_nemo.config.algorithm_choice import old_logprobs_source
@@ -41,7 +42,7 @@ def with_weights(config: Config, weights: Mapping[str, float]) -> Config:
 def reward_columns(
     trajectories: Sequence[Trajectory], config: Config, functions: CustomFunctions | None = None
 ) -> dict[str, np.ndarray]:
-    """Return the rewards of the trajectories by component, after ``gdpo.shaping``.
+    """Return the rewards of the trajectories by component, after the correction of ``gdpo.noise`` and ``gdpo.shaping``.
 
     Each column is float64 [trajectories], with NaN where the component does not apply. Every component with a weight
     has a column, even if no trajectory has a value for this component. The column of a family of criteria contains the
@@ -49,6 +50,9 @@ def reward_columns(
 
     Args:
         functions: the run's custom functions, for the one call per step that may change their state.
+
+    Raises:
+        RunError: if a reward with error rates in ``gdpo.noise`` is neither 0 nor 1.
     """
     columns, families = _criteria_columns(trajectories, config, functions)
     return {name: families[name].scores if name in families else column for name, column in columns.items()}
@@ -68,6 +72,10 @@ def _criteria_columns(
             columns[name] = families[name].rewards
         else:  # NumPy converts None, a component that does not apply, to NaN.
             columns[name] = np.array([t.rewards.get(name) for t in trajectories], np.float64)
+    try:
+        columns = corrected(columns, config.gdpo.noise)
+    except ValueError as error:
+        raise RunError(str(error)) from None
     if not config.gdpo.shaping:
         return columns, families
     shaped: dict[str, np.ndarray] = apply_shaping(
@@ -177,7 +185,7 @@ def _compute(
             preset=gdpo.preset,
             batch_norm=gdpo.batch_norm,
             epsilon=gdpo.epsilon,
-            **gdpo.options,
+            **with_noise(gdpo),
         )
     except ValueError as error:
         raise RunError(f"advantages: {error}") from error
@@ -191,6 +199,11 @@ def trajectory_groups(groups: Sequence[Group], by: str) -> np.ndarray:
     """Return the group of each trajectory with which it is compared (``gdpo.group_by``). Shape: int64
     [trajectories]."""
     return np.repeat(_group_ids(groups, by), [len(group.trajectories) for group in groups])
+
+
+def with_noise(gdpo: GdpoConfig) -> dict[str, Any]:
+    """Return the options of the estimator, with ``gdpo.noise`` if it is set."""
+    return {**gdpo.options, "noise": gdpo.noise} if gdpo.noise else gdpo.options
 
 
 def _group_ids(groups: Sequence[Group], by: str) -> np.ndarray:

@@ -84,10 +84,25 @@ ALGORITHMS = (
     ),
     mutant(
         "algorithms/estimators.py",
-        "return z, present & (groups.rows(~stats.constant) | single)",
-        "return z, present & groups.rows(~stats.constant)",
+        "return z, present & (groups.rows(has_signal) | single)",
+        "return z, present & groups.rows(has_signal)",
         "rollouts/test_group_signal.py::test_group_of_one_sample_has_signal_only_if_its_raw_reward_is_one",
         "a sample that is alone has signal with singleton raw",
+    ),
+    mutant(
+        "algorithms/estimators.py",
+        "has_signal &= share > 0",
+        "has_signal &= share >= 0",
+        "rollouts/test_credit.py::test_a_group_whose_rewards_differ_by_less_than_their_noise_has_no_signal "
+        "algorithms/test_noise.py::test_a_group_whose_variance_is_noise_has_no_signal",
+        "a group whose variance is measurement error has no signal",
+    ),
+    mutant(
+        "algorithms/noise.py",
+        "(right * false_negative + (1 - right) * false_positive) / self.contrast**2",
+        "(right * false_positive + (1 - right) * false_negative) / self.contrast**2",
+        "algorithms/test_noise.py::test_error_rates_are_corrected_without_bias_and_give_the_variance_of_the_errors",
+        "false negatives are errors of right samples",
     ),
     mutant(
         "algorithms/advantages.py",

@@ -147,7 +147,8 @@ def rows_of_the_real_functions() -> list[dict[str, float]]:
     sums |= {"routing_decisions": 8.0, "routing_differing": 2.0}
     packing = measure([[[0, 1]]], [3, 4], 1, 1, 0.0)
     update = UpdateResult(0.1, 1.0, 1e-4, False, sums, maxima, packing, sequences=2, skipped_sequences=1)
-    advantages = compute_advantages({"a": [0.0, 1.0, 1.0, 1.0], "b": [1.0, 0.0, 1.0, 1.0]}, [0] * 4)
+    rewards = {"a": [0.0, 1.0, 1.0, 1.0], "b": [1.0, 0.0, 1.0, 1.0]}
+    advantages = compute_advantages(rewards, [0] * 4, noise={"a": 0.1})
     family = compute_advantages({"rubric/*": [[0.0, 1.0], [1.0, 1.0]]}, [0] * 2).diagnostics.metrics()
     trajectories = [*samples(), *samples(outcome=Outcome.ENV_FAILED)]
     group = Group(trajectories[0].prompt, samples())

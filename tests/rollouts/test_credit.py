@@ -267,6 +267,28 @@ def test_signal_is_computed_from_shaped_rewards():
     assert has_signal(group("a", {C: 0.0}, {C: 0.0}), made)
 
 
+def test_a_group_whose_rewards_differ_by_less_than_their_noise_has_no_signal():
+    alike = group("a", {C: 0.5}, {C: 0.6}, {C: 0.55})
+    assert has_signal(alike, config()) and not has_signal(alike, config("gdpo.noise={correctness: 0.1}"))
+    assert has_signal(alike, config("gdpo.noise={correctness: 0.01}"))
+
+
+def test_error_rates_correct_rewards_before_shaping():
+    rates = "gdpo.noise={correctness: {false_positive: 0.1, false_negative: 0.2}}"
+    condition = "gdpo.shaping=[{component: format, condition: {on: correctness, ge: 1}}]"
+    groups = two_groups()
+    plain, fixed = (reward_columns(all_of(groups), config(condition, *more)) for more in ([], [rates]))
+    np.testing.assert_allclose(fixed[C], (plain[C] - 0.1) / 0.7, rtol=1e-15)
+    np.testing.assert_array_equal(fixed[F], plain[F])  # 0.9 / 0.7 also meets the condition
+    found = advantages_of(groups, config(rates)).diagnostics.metrics()
+    assert found["reward/correctness/mean"] == pytest.approx((3 / 8 - 0.1) / 0.7)
+    groups[1].trajectories[2].rewards[C] = 0.5
+    with pytest.raises(
+        RunError, match="gdpo.noise.correctness: error rates require rewards of 0 or 1, got 0.5 for sam"
+    ):
+        advantages_of(groups, config(rates))
+
+
 def test_signal_may_be_computed_before_shaping():
     """Two right answers, one of which hit the limit and loses its reward."""
     settings = config(

@@ -3,9 +3,9 @@
 import html
 import json
 
-import numpy as np
 import pytest
 
+from gdpo_nemo.algorithms.rubrics import Criterion
 from gdpo_nemo.commands import cli
 from gdpo_nemo.commands.arguments import terminal
 from gdpo_nemo.commands.env.check import sample_of
@@ -15,6 +15,7 @@ from gdpo_nemo.data.records import Group
 from gdpo_nemo.data.rows import load_rows
 from gdpo_nemo.environments.execution.pools import EnvironmentPools
 from gdpo_nemo.rollouts.batches import apply_verdicts
+from gdpo_nemo.rollouts.credit import reward_columns
 from gdpo_nemo.tools.profile.measure import profile_groups, verify_again, write
 from gdpo_nemo.tools.profile.page import _EXPLAINED, _LEGENDS, heading, summary, write_page
 from gdpo_nemo.utils.errors import ConfigError
@@ -67,6 +68,14 @@ def test_profile_names_a_random_function_and_times_each_function(profile):
     assert components["right"]["noise"] == 0 and components["drawn"]["noise"] > 0.3
     assert components["right"]["live"]["value"] == 0.75 and components["right"]["pass_rate"] == 6 / 16
     assert [finding["kind"] for finding in found["profile"]["findings"]] == ["noisy"]
+    # A uniform number has the standard deviation 0.289.
+    assert components["right"]["noise_std"] == 0 and 0.2 < components["drawn"]["noise_std"] < 0.38
+    profile_file = folder / "out" / "profile.json"
+    config = load_config(
+        "configs/gdpo_tiny_cpu.yaml", ["gdpo.rewards={right: 1, drawn: 1}", f"gdpo.noise.from={profile_file}"]
+    )
+    assert config.gdpo.noise == {"right": 0.0, "drawn": components["drawn"]["noise_std"]}
+    assert f"gdpo.noise='{{from: {profile_file}}}'" in shown.replace("\n", "")
     assert found["cost"]["verification_s_per_sample"].keys() == {"right", "drawn"}
     page = (folder / "out" / "profile.html").read_text()
     assert "drawn is noisy" in page and "drawn is noisy" in shown and "rloo" in page
@@ -79,10 +88,11 @@ from gdpo_nemo.data.records import Outcome, Verdict
 from gdpo_nemo.environments.base import Environment
 
 class Flaky(Environment):
-    reward_names = ("right",)
+    reward_names = ("right", "rubric/*")
+    rewards = {"right": 1.0, "rubric/1": 1.0, "rubric/2": 0.5}
 
     def verify(self, trajectories):
-        return [Verdict({}, Outcome.ENV_FAILED) if t.text == "b" else Verdict({"right": 1.0}) for t in trajectories]
+        return [Verdict({}, Outcome.ENV_FAILED) if t.text == "b" else Verdict(self.rewards) for t in trajectories]
 """
 
 
@@ -90,14 +100,18 @@ def test_repeated_verification_that_fails_is_not_an_agreement(tmp_path):
     (tmp_path / "flaky.py").write_text(FLAKY)
     config = load_config("configs/gdpo_tiny_cpu.yaml")
     config.env = {"flaky": {"plugin": f"{tmp_path}/flaky.py:Flaky"}}
-    config.gdpo.rewards = {"right": 1.0}
+    config.gdpo.rewards = {"right": 1.0, "rubric/*": 1.0}
     samples = [sample_of(ROWS[1], text, "flaky", index) for index, text in enumerate(SAMPLES["medium"])]
     for sample in samples:
-        sample.rewards = {"right": 1.0}
-    again = verify_again(config, samples, 1, {"right": np.ones(len(samples))})
+        sample.rewards = {"right": 1.0, "rubric/1": 1.0, "rubric/2": 0.0}
+        sample.criteria = {"rubric/1": Criterion(), "rubric/2": Criterion()}
+    again = verify_again(config, samples, 1, reward_columns(samples, config))
     assert again.verified.tolist() == [[text == "a" for text in SAMPLES["medium"]]] and again.failed == 2
     found = profile_groups(config, [Group(samples[0].prompt, samples)], 1, 1.0)
     assert found.failed == 2 and found.profile.components["right"].changed == 0
+    # Of the two criteria, one changes by 0.5, which is a variance of 0.125. The score changes by half as much.
+    assert found.profile.components["right"].noise_std == 0
+    assert found.profile.components["rubric/*"].noise_std == pytest.approx((0.125 / 2) ** 0.5)
     assert "2 further verifications failed; they are left out of the noise" in heading(found)
 
 

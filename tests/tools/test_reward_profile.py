@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gdpo_nemo.algorithms import compute_advantages
-from gdpo_nemo.tools.profile.reward_profile import profile_rewards
+from gdpo_nemo.tools.profile.reward_profile import error_deviation, profile_rewards
 
 GROUPS, SIZE = 64, 8
 IDS = np.repeat(np.arange(GROUPS), SIZE)
@@ -179,3 +179,11 @@ def test_failed_repetitions_are_left_out_of_noise_and_changed_rewards():
     missing = profile(rewards, {"correct": np.where(repeated, repeats, np.nan)}).components["correct"]
     counted = ~np.isnan(rewards["correct"])
     assert missing.changed == pytest.approx(np.mean([np.mean(~row[counted]) for row in repeated]))
+
+
+def test_the_deviation_of_errors_averages_the_variances_of_samples():
+    values = np.array([[0.0, 1.0, np.nan, 5.0], [2.0, 1.0, 3.0, np.nan], [np.nan, 1.0, 5.0, np.nan]])
+    # Variances 2 and 2 with one degree of freedom each, and 0 with two.
+    assert error_deviation(values) == pytest.approx((4 / 4) ** 0.5)
+    assert error_deviation(values[:1]) is None
+    assert error_deviation(np.full((3, 2), 0.3)) == 0

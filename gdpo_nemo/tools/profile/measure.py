@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from gdpo_nemo.algorithms.component_weights import directions
+from gdpo_nemo.algorithms.rubrics import family_name, is_family
 from gdpo_nemo.commands.evaluate import sampler, say, without_policy
 from gdpo_nemo.config.schema import Config, LoraConfig
 from gdpo_nemo.data.records import Group, Outcome, Trajectory
 from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.environments.tasks.reward_functions import Functions
 from gdpo_nemo.observe.installation import require_libraries
-from gdpo_nemo.rollouts.credit import reward_columns
+from gdpo_nemo.rollouts.credit import reward_columns, with_noise
 from gdpo_nemo.rollouts.metrics import check_failures
 from gdpo_nemo.rollouts.user_functions import load_estimator
 from gdpo_nemo.training.inputs import read_inputs
@@ -123,8 +124,9 @@ def profile_groups(config: Config, groups: Sequence[Group], repeat: int, samplin
             lengths=lengths,
             repeats=again.rewards,
             repeated=again.verified,
+            errors=again.errors,
             better=better,
-            rule={**rule, "batch_norm": gdpo.batch_norm, **gdpo.options},
+            rule={**rule, "batch_norm": gdpo.batch_norm, **with_noise(gdpo)},
         )
     except ValueError as error:
         raise RunError(f"profile: {error}") from None
@@ -160,6 +162,9 @@ class Repeated(NamedTuple):
     """Number of verifications that failed."""
     seconds: dict[str, float]
     """Seconds per sample by component."""
+    errors: dict[str, float | None]
+    """Standard deviation of a sample's reward over verifications, by component, or of a criterion, by family. None if
+    no sample was verified again."""
 
 
 def verify_again(
@@ -207,9 +212,47 @@ def verify_again(
             if not verified[number, i]:  # the rules of gdpo.shaping need rewards, which do not count
                 found[number][i] = dict(samples[i].rewards)
                 failed += 1
-    # Components that no verifier returns are created by rules of gdpo.shaping.
+    # Components that no verifier returns are families, or are created by rules of gdpo.shaping.
     measured.update(seconds, columns.keys() - set(chain.from_iterable(t.rewards for t in samples)))
-    return Repeated(_stacked_columns(found, samples, measured, config), verified, failed, seconds)
+    again = _stacked_columns(found, samples, measured, config)
+    errors = _errors(columns, again, samples, found, verified)
+    return Repeated(again, verified, failed, seconds, errors)
+
+
+def _errors(
+    columns: Mapping[str, np.ndarray],
+    again: Mapping[str, np.ndarray],
+    samples: Sequence[Trajectory],
+    found: Sequence[Sequence[Mapping[str, float | None]]],
+    verified: np.ndarray,
+) -> dict[str, float | None]:
+    """Return ``Repeated.errors``."""
+    from gdpo_nemo.tools.profile.reward_profile import error_deviation
+
+    errors = {}
+    for name, column in again.items():
+        if is_family(name):
+            errors[name] = error_deviation(_of_criteria(name, samples, found, verified))
+        else:
+            errors[name] = error_deviation(np.stack([columns[name], *np.where(verified, column, np.nan)]))
+    return errors
+
+
+def _of_criteria(
+    family: str,
+    samples: Sequence[Trajectory],
+    found: Sequence[Sequence[Mapping[str, float | None]]],
+    verified: np.ndarray,
+) -> np.ndarray:
+    """Return the rewards of a family's criteria in all verifications: float64 [1 + verifications, criteria]. NaN if
+    missing."""
+    values = []
+    for i, sample in enumerate(samples):
+        for name in sample.criteria:
+            if family_name(name) == family:
+                again = [rewards[i].get(name) if verified[number, i] else None for number, rewards in enumerate(found)]
+                values.append([sample.rewards.get(name), *again])
+    return np.array(values, np.float64).T
 
 
 def _stacked_columns(

@@ -50,7 +50,10 @@ def summary(measured: Measured, out: Path) -> RenderableType:
         grid.add_column(head, justify="left" if head == "component" else "right")
     for row in component_rows(measured):
         grid.add_row(*map(Text, row))
-    lines = [*heading(measured), "", *findings(measured), "", *proposals(measured), "", f"{out / 'profile.html'}"]
+    lines = [*heading(measured), "", *findings(measured), "", *proposals(measured), ""]
+    if any(one.weight and one.noise_std for one in measured.profile.components.values()):
+        lines += [f"to train with the measured noise: gdpo.noise='{{from: {out / 'profile.json'}}}'", ""]
+    lines.append(f"{out / 'profile.html'}")
     first, *rest = map(Text, lines)
     return Lines(first, grid, Text(_EXPLAINED), *rest)
 

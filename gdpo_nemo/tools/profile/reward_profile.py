@@ -63,6 +63,9 @@ class ComponentProfile:
     changed: float | None
     """Share of the samples with the component whose reward changes when they are verified again. None if not
     measured."""
+    noise_std: float | None
+    """Standard deviation of a sample's reward over verifications, which `gdpo.noise` reads (`algorithms.noise`). In a
+    family, that of a criterion. None if not measured."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,7 @@ def profile_rewards(
     lengths: np.ndarray | None = None,
     repeats: Mapping[str, np.ndarray] | None = None,
     repeated: np.ndarray | None = None,
+    errors: Mapping[str, float | None] | None = None,
     better: Mapping[str, int] | None = None,
     rule: Mapping[str, Any] | None = None,
 ) -> RewardProfile:
@@ -128,6 +132,7 @@ def profile_rewards(
         repeats: rewards of the same samples in further verifications, float64 [verifications, samples] by component.
         repeated: bool [verifications, samples], False for samples that a further verification could not verify. They
             are left out of noise and changed rewards. None means that all could be verified.
+        errors: standard deviation of a sample's reward over verifications, by component. See `error_deviation`.
         better: 1 or -1 by component, see `component_weights.directions`. None means the signs of the weights.
         rule: arguments of `compute_advantages` for the configured rule: estimator, preset, epsilon and options.
 
@@ -141,7 +146,7 @@ def profile_rewards(
     lengths = np.ones(len(group_ids)) if lengths is None else np.asarray(lengths, np.float64)
     batch = _Batch(rewards, group_ids, valid, lengths)
     equal = batch.advantages(dict.fromkeys(names, 1.0))
-    components = _components(batch, equal, weight, better, repeats or {}, repeated)
+    components = _components(batch, equal, weight, better, repeats or {}, repeated=repeated, errors=errors or {})
     correlation = _correlations(equal.components.numpy(), batch.present())
     findings = _findings(components, correlation, equal.components.numpy())
     configured = batch.advantages(weight, **rule)
@@ -190,7 +195,9 @@ def _components(
     weight: Mapping[str, float],
     better: Mapping[str, int],
     repeats: Mapping[str, np.ndarray],
+    *,
     repeated: np.ndarray | None,
+    errors: Mapping[str, float | None],
 ) -> dict[str, ComponentProfile]:
     """Return the measurements of each component. ``equal`` are the advantages with equal weights."""
     z, present, found = equal.components.numpy(), batch.present(), equal.diagnostics
@@ -211,6 +218,7 @@ def _components(
             float(_correlations(np.column_stack([z[:, k], length]), present[:, [k, k]])[0, 1]),
             noise,
             changed,
+            errors.get(name),
         )
     return components
 
@@ -275,6 +283,26 @@ def _noise(
     if not changes:
         return None, None
     return max(0.0, 1.0 - float(np.mean(agreements))), float(np.mean(changes))
+
+
+def error_deviation(verifications: np.ndarray) -> float | None:
+    """Return the standard deviation of a reward over verifications of the same sample, or None without a repetition.
+
+    The variances of all samples are averaged, weighted by their degrees of freedom.
+
+    Args:
+        verifications: float64 [verifications, rewards], NaN for a missing reward.
+    """
+    present = ~np.isnan(verifications)
+    count = present.sum(axis=0)
+    degrees = int(np.maximum(count - 1, 0).sum())
+    if not degrees:
+        return None
+    # Differences from the first value keep equal rewards exactly equal.
+    first = np.take_along_axis(verifications, present.argmax(axis=0)[None], axis=0)
+    values = np.where(present, verifications - first, 0.0)
+    centred = np.where(present, values - values.sum(axis=0) / np.maximum(count, 1), 0.0)
+    return float(np.sqrt((centred**2).sum() / degrees))
 
 
 def _scores(values: np.ndarray, ids: np.ndarray, valid: np.ndarray) -> np.ndarray:
