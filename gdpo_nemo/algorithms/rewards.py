@@ -10,16 +10,17 @@ Each rule of `gdpo.shaping` names one component and one transformation:
       - {component: length, condition: {on: correctness, ge: 1.0, else: 0.0}}
       - {component: overlong, overlong: {buffer: 64, penalty: 1.0}}
       - {component: correctness, truncated: {value: 0.0}}
+      - {component: brevity, shortest: {on: correctness, ge: 1.0}}
       - {component: length, mine.py:cosine: {low: 0.5}}
 
 A rule is a function (values, options, context) -> values [sequences], and `SHAPING_RULES` contains it by name. A custom
 function is named by its import path and called as (values, context, **options).
 
 Rules for the same component are applied in the order of the list. A condition reads the other component after all rules
-for it, regardless of their position in the list. Cyclic conditions are an error. `length`, `overlong` and custom rules
-create their component, with zeros, if no environment provides it. Otherwise `overlong` adds to the component and
-`length` replaces it. A missing reward stays missing, and a condition on a missing reward gives a missing reward. KL to
-the reference is not a component: see `compute_advantages`.
+for it, regardless of their position in the list, and so does `shortest`. Cyclic conditions are an error. `length`,
+`overlong`, `shortest` and custom rules create their component, with zeros, if no environment provides it. Otherwise
+`overlong` adds to the component, and `length` and `shortest` replace it. A missing reward stays missing, and a
+condition on a missing reward gives a missing reward. KL to the reference is not a component: see `compute_advantages`.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ class ShapingContext:
     """True for samples that reached the length limit, bool [sequences]."""
     thinking: np.ndarray | None = None
     """Number of completion tokens that are reasoning, float64 [sequences]."""
+    groups: np.ndarray | None = None
+    """Group of each sequence, int64 [sequences]. The samples of a prompt form a group."""
 
     def counted_lengths(self, thinking: bool) -> np.ndarray:
         """Return the lengths, without reasoning if ``thinking`` is false. Raises ValueError if one is missing."""
@@ -141,6 +144,45 @@ def _truncated(values: np.ndarray, rule: Mapping[str, float], context: ShapingCo
     return np.where(context.need("truncated") & ~np.isnan(values), value, values)
 
 
+def _shortest(values: np.ndarray, rule: Mapping[str, Any], context: ShapingContext) -> np.ndarray:
+    """Compare the lengths of the group's samples that pass a threshold in another component.
+
+    With `score: linear`, the reward is 1 - (length - shortest) / (longest - shortest), minus its mean over these
+    samples. This is the group length penalty of NeMo-RL (`grpo.length_penalty`). With `score: best`, the reward is 1
+    for the shortest samples and 0 for the others. The reward of samples that do not pass is missing, and also that of a
+    group's only sample that passes. With `thinking: false`, tokens of reasoning do not count.
+    """
+    options, (other, operator, threshold) = _split_shortest(rule)
+    if options["score"] not in ("linear", "best"):
+        raise ValueError(f"`score` must be linear or best, got {options['score']!r}")
+    lengths = context.counted_lengths(options["thinking"])
+    passing = COMPARISONS[operator](context.columns[other], threshold)
+    groups = context.need("groups")
+    result = np.full(len(values), np.nan)
+    for group in np.unique(groups[passing]):
+        rows = passing & (groups == group)
+        if rows.sum() < 2:  # nothing to compare
+            continue
+        excess = lengths[rows] - lengths[rows].min()
+        if options["score"] == "best":
+            result[rows] = excess == 0
+        else:
+            scores = 1.0 - excess / max(excess.max(), 1)
+            result[rows] = scores - scores.mean()
+    return result
+
+
+def _split_shortest(rule: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, str, float]]:
+    """Return the options of `shortest`, and its condition."""
+    options = {"score": "linear", "thinking": True}
+    condition = {key: value for key, value in _with_on(rule).items() if key not in options}
+    known = ("on", *COMPARISONS)
+    for key in condition:
+        if key not in known:
+            raise ValueError(f"unknown option {key!r}; {nearest(str(key), (*known, *options))}")
+    return options | {key: value for key, value in rule.items() if key in options}, parse_condition(condition)
+
+
 @dataclass(frozen=True)
 class ShapingRule:
     """Registry entry of a shaping rule."""
@@ -158,6 +200,7 @@ SHAPING_RULES: dict[str, ShapingRule] = {
     "length": ShapingRule(_length, creates=True),
     "overlong": ShapingRule(_overlong, creates=True),
     "truncated": ShapingRule(_truncated),
+    "shortest": ShapingRule(_shortest, creates=True),
 }
 
 
@@ -179,6 +222,7 @@ def apply_shaping(
     max_length: int | None = None,
     truncated: Any = None,
     thinking: Any = None,
+    groups: Any = None,
     functions: Functions | None = None,
 ) -> dict[str, np.ndarray]:
     """Apply the shaping rules and return all components. New components come last.
@@ -191,6 +235,7 @@ def apply_shaping(
         max_length: maximum completion length in tokens, for `overlong`.
         truncated: bool [sequences], True for samples that reached the length limit.
         thinking: number of completion tokens that are reasoning [sequences], for rules with `thinking: false`.
+        groups: group of each sequence, integers [sequences], for `shortest`.
         functions: custom functions by their import paths in the rules. None: custom rules have no effect.
 
     Raises:
@@ -203,7 +248,9 @@ def apply_shaping(
     first = next(iter(inputs.values()), np.asarray(lengths if lengths is not None else ()))
     count = first.shape[-1]
     done: dict[str, np.ndarray] = {}
-    context = ShapingContext(done, _array(lengths, float), max_length, _array(truncated, bool), _array(thinking, float))
+    context = ShapingContext(
+        done, _array(lengths, float), max_length, _array(truncated, bool), _array(thinking, float), _array(groups, int)
+    )
     for name in order:
         column = inputs.get(name, np.zeros(count))
         for rule in rules:
@@ -236,11 +283,11 @@ def check_shaping(
     probe = {name: np.array([0.0, 1.0, np.nan]) for name in components}
     lengths = [1, 4, 2]
     truncated = [False, True, False]
-    return list(
-        apply_shaping(
-            probe, rules, lengths=lengths, max_length=4, truncated=truncated, thinking=[0, 2, 1], functions=functions
-        )
-    )
+    shaped = apply_shaping(
+        probe, rules, lengths=lengths, max_length=4, truncated=truncated, thinking=[0, 2, 1], groups=[0, 0, 0],
+        functions=functions,
+    )  # fmt: skip
+    return list(shaped)
 
 
 def _order(rules: Sequence[Mapping[str, Any]], components: Sequence[str]) -> list[str]:
@@ -254,8 +301,8 @@ def _order(rules: Sequence[Mapping[str, Any]], components: Sequence[str]) -> lis
             raise ValueError(f"shaping rule {dict(rule)}: unknown component {name!r}; {nearest(name, known)}")
         if is_family(str(name)) and not is_import_path(rule_name(rule)) and creates(rule):
             raise ValueError(f"shaping rule {dict(rule)}: {rule_name(rule)} is not supported for a family")
-        if "condition" in rule:
-            other = _labelled(rule, partial(parse_condition, rule["condition"]))[0]
+        other = _labelled(rule, partial(component_read_by, rule))
+        if other is not None:
             if is_family(str(other)):
                 raise ValueError(
                     f"shaping rule {dict(rule)}: {other!r} is not a single reward; for conditions within a rubric use "
@@ -268,6 +315,29 @@ def _order(rules: Sequence[Mapping[str, Any]], components: Sequence[str]) -> lis
         return list(TopologicalSorter(graph).static_order())
     except CycleError as error:
         raise ValueError(f"shaping: conditions form a cycle: {' -> '.join(error.args[1])}") from None
+
+
+def component_read_by(rule: Mapping[str, Any]) -> str | None:
+    """Return the other component that a rule reads, or None.
+
+    Raises:
+        ValueError: if the condition of the rule is invalid.
+    """
+    if "condition" in rule:
+        return parse_condition(rule["condition"])[0]
+    return _split_shortest(rule["shortest"])[1][0] if "shortest" in rule else None
+
+
+def named_components(rules: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the components that must exist for the rules: those that a rule changes or reads, without those that a
+    rule creates.
+
+    Raises:
+        ValueError: if a rule is invalid.
+    """
+    named = {str(rule["component"]) for rule in rules if not creates(rule)}
+    read = {other for other in map(component_read_by, rules) if other is not None}
+    return sorted(named | read)
 
 
 def rule_name(rule: Mapping[str, Any]) -> str:
@@ -351,8 +421,7 @@ def parse_condition(rule: Mapping[Any, Any]) -> tuple[str, str, float]:
     Raises:
         ValueError: if one of these three is missing, or an option is unknown.
     """
-    # YAML 1.1 reads the bare word `on` as true.
-    rule = {"on" if key is True else key: value for key, value in rule.items()}
+    rule = _with_on(rule)
     operators = [key for key in rule if key in COMPARISONS]
     unknown = [key for key in rule if key not in (*COMPARISONS, "on", "else")]
     if unknown:
@@ -360,3 +429,8 @@ def parse_condition(rule: Mapping[Any, Any]) -> tuple[str, str, float]:
     if "on" not in rule or len(operators) != 1:
         raise ValueError(f"a condition requires `on` and one of {', '.join(COMPARISONS)}")
     return rule["on"], operators[0], rule[operators[0]]
+
+
+def _with_on(rule: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the options of a rule with the key `on`, because YAML 1.1 reads this bare word as true."""
+    return {"on" if key is True else key: value for key, value in rule.items()}

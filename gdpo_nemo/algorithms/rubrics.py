@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gdpo_nemo.algorithms.rubric_formats import canonical, listed
 from gdpo_nemo.utils.errors import ConfigError, nearest
 
 ALL = "/*"
@@ -119,11 +120,12 @@ def read_rubric(value: Any) -> dict[str, Criterion]:
     """Return the criteria of a row's rubric by id. A criterion without an id gets its position, counted from 1.
 
     A rubric is a list. Each criterion is a text, or a mapping with the keys criterion, weight (1), id, required (false)
-    and scale ([0, 1]).
+    and scale ([0, 1]), or with the keys of a public format (`rubric_formats`).
 
     Raises:
         ConfigError: if the rubric is invalid. The message begins with the criterion.
     """
+    value = listed(value)
     if not isinstance(value, (list, tuple)):
         raise ConfigError(f"must be a list of criteria, got {type(value).__name__}")
     if len(value) > MOST_CRITERIA:
@@ -134,6 +136,10 @@ def read_rubric(value: Any) -> dict[str, Criterion]:
         subject = f"criterion {position}"
         if not isinstance(entry, Mapping):
             raise ConfigError(f"{subject}: must be a text or a mapping, got {type(given).__name__}")
+        try:
+            entry = canonical(entry)
+        except ConfigError as error:
+            raise error.within(subject) from None
         identity = entry.get("id")
         name = str(position) if identity is None else str(identity)
         if not name or len(name) > LONGEST_ID:

@@ -196,7 +196,8 @@ EFFECTS: tuple[Effect, ...] = (
     ),
     Effect(
         "gdpo.estimator gdpo.preset gdpo.constraints gdpo.schedules gdpo.weighting gdpo.noise gdpo.shaping "
-        "gdpo.batch_norm gdpo.kl_in_reward gdpo.credit gdpo.num_iterations gdpo.component_gradient_period "
+        "gdpo.batch_norm "
+        "gdpo.kl_in_reward gdpo.credit gdpo.num_iterations gdpo.component_gradient_period "
         "gdpo.stop_when gdpo.dynamic_sampling.enabled rollout.max_staleness "
         "rollout.group_timeout_s rollout.replay_buffer.groups "
         "rollout.function rollout.save_trainer_logprobs rollout.save_entropies rollout.save_groups "

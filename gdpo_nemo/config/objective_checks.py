@@ -22,7 +22,7 @@ from gdpo_nemo.algorithms.loss_selection import (
 from gdpo_nemo.algorithms.loss_settings import LossSettings
 from gdpo_nemo.algorithms.noise import check_noise, error_rates
 from gdpo_nemo.algorithms.preference_objectives import PREFERENCES
-from gdpo_nemo.algorithms.rewards import check_shaping, creates, parse_condition, rule_name
+from gdpo_nemo.algorithms.rewards import check_shaping, named_components, rule_name
 from gdpo_nemo.algorithms.selection import check_selection, run_estimator, select
 from gdpo_nemo.algorithms.table import build_table, with_array_hint
 from gdpo_nemo.algorithms.weighting import WeightingRule
@@ -150,9 +150,7 @@ def _check_shaping_rules(gdpo: GdpoConfig) -> None:
     """Check the shaping rules. The components that the rules name are assumed to exist. Raises ConfigError."""
     rules = gdpo.shaping
     try:
-        named = {str(rule["component"]) for rule in rules if not creates(rule)}
-        named |= {str(parse_condition(rule["condition"])[0]) for rule in rules if "condition" in rule}
-        check_shaping(rules, sorted(named))
+        check_shaping(rules, named_components(rules))
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"gdpo.shaping: {error}") from None
     for rule in rules:

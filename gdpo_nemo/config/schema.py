@@ -139,19 +139,19 @@ class GdpoConfig:
     """Weights of reward components by step, as lists of [step, weight]: `{format: [[50, 1.0], [100, 0.2]]}`. The weight
     is linear between the points, starts at step 1 with the weight in `rewards`, and is constant after the last
     point."""
-    weighting: dict[str, Any] = field(default_factory=dict)
-    """Rule that multiplies the weights of reward components by factors, which it computes in each step, and options of
-    the rule: `{rule: saw}`. Rules: saw, ctwa, pow3r, hypervolume, tchebycheff, gradnorm, mgda, influence, or the import
-    path of a user-defined function (`file.py:name`). See docs/weighting.md."""
     noise: dict[str, Any] = field(default_factory=dict)
     """Measurement error of reward components: its standard deviation, `{quality: 0.12}`, the error rates of a verifier
     that returns 0 or 1, `{correct: {false_positive: 0.1, false_negative: 0.2}}`, or the profile that measured it,
     `{from: results/tiny_profile/profile.json}`. The z-scores of a group are multiplied by the share of its variance
     that is not error. Rewards with error rates are corrected before shaping: (r - fp) / (1 - fp - fn)."""
+    weighting: dict[str, Any] = field(default_factory=dict)
+    """Rule that multiplies the weights of reward components by factors, which it computes in each step, and options of
+    the rule: `{rule: saw}`. Rules: saw, ctwa, pow3r, hypervolume, tchebycheff, gradnorm, mgda, influence, or the import
+    path of a user-defined function (`file.py:name`). See docs/weighting.md."""
     shaping: list[dict[str, Any]] = field(default_factory=list)
     """Transformations of reward components, applied in this order before the advantages are computed: clip, scale,
-    linear, condition, length, overlong, truncated. Example: `{component: length, condition: {on: correctness, ge:
-    1.0}}`."""
+    linear, condition, length, overlong, truncated, shortest. Example: `{component: length, condition: {on: correctness,
+    ge: 1.0}}`."""
     batch_norm: bool | None = None
     """Standardize the advantages over all sequences of the batch that have a training signal. The GDPO paper and
     `preset: paper` use all sequences. Null: as published."""

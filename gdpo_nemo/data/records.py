@@ -244,6 +244,11 @@ class Verdict:
     """All criteria of the row's rubrics by component, if the row's column with the family's name does not contain them
     (``algorithms.rubrics``)."""
 
+    @property
+    def component_rewards(self) -> Mapping[str, float | None]:
+        """Reward of each component, with one score for each family of criteria (``algorithms.rubrics``)."""
+        return with_scores(self.rewards, self.criteria) if self.criteria else self.rewards
+
 
 @dataclass
 class UpdateResult:

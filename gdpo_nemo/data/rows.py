@@ -14,6 +14,7 @@ from typing import Any
 
 from pebble import ProcessExpired, concurrent
 
+from gdpo_nemo.algorithms.rubrics import ALL, is_family, read_rubric
 from gdpo_nemo.config.algorithm_choice import is_transform
 from gdpo_nemo.config.data_files import DATA_SUFFIXES, check_data_file, check_difficulty, data_paths, is_rows_function
 from gdpo_nemo.config.schema import DatasetConfig
@@ -93,7 +94,7 @@ def load_rows(
 
     Raises:
         ConfigError: if a file is missing or malformed, a dataset or column is unknown, a transform fails, the split is
-            empty, or two rows have the same id.
+            empty, two rows have the same id, or the rubric of a row is invalid.
     """
     if dataset.path is None:
         rows = _rows_of_environment(dataset, environments, split, seed)
@@ -106,7 +107,9 @@ def load_rows(
         rows = _read_by_environment(rows, dataset, environments, split)
     if not rows:
         raise ConfigError(f"data.{split}: {dataset.path or 'the environment'} has no rows")
-    return _by_difficulty(_identified(rows, split), dataset, split)
+    rows = _identified(rows, split)
+    _check_rubrics(rows, dataset, environments, split)
+    return _by_difficulty(rows, dataset, split)
 
 
 def _rows_of_environment(dataset: DatasetConfig, environments: Mapping[str, Any], split: str, seed: int) -> list[Row]:
@@ -368,6 +371,24 @@ def _identified(rows: list[Row], split: str) -> list[Row]:
             raise ConfigError(f"data.{split}: rows {seen[row['id']]} and {index} have the same id {row['id']!r}")
         seen[row["id"]] = index
     return rows
+
+
+def _check_rubrics(rows: Sequence[Row], dataset: DatasetConfig, environments: Mapping[str, Any], split: str) -> None:
+    """Check the columns with the rubrics of the rows, for environments whose rewards are families of components.
+
+    Raises:
+        ConfigError: if a rubric is invalid. The message contains the id of the row and the criterion.
+    """
+    columns: dict[str, list[str]] = {}
+    for name, environment in environments.items():
+        columns[name] = [reward.removesuffix(ALL) for reward in environment.reward_names if is_family(reward)]
+    for index, row in enumerate(rows if any(columns.values()) else ()):
+        for column in columns[environment_of_row(row, dataset, environments, split, index)]:
+            if row.get(column) is not None:
+                try:
+                    read_rubric(row[column])
+                except ConfigError as error:
+                    raise ConfigError(f"data.{split}: row {row['id']}: {column}: {error}") from error
 
 
 def _by_difficulty(rows: list[Row], dataset: DatasetConfig, split: str) -> list[Row]:

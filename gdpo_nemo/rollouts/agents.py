@@ -34,7 +34,8 @@ class BrokenEpisode(Exception):
 class AgentEpisode(Protocol):
     """Result of one episode that an agent played.
 
-    An optional attribute ``step_rewards`` is a list with the rewards of each turn of the policy.
+    An optional attribute ``step_rewards`` is a list with the rewards of each turn of the policy. An optional attribute
+    ``criteria`` contains the criteria of families of rewards by component (``Verdict.criteria``).
     """
 
     @property
@@ -117,6 +118,7 @@ def _finish(t: Transcript, result: AgentEpisode | Failure, turns: Sequence[Turn]
             return
     try:
         t.set_rewards(result.rewards, getattr(result, "step_rewards", ()))
+        t.criteria = getattr(result, "criteria", {})
     except ValueError as error:
         _fail(t, f"bad_reply: {error}")
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from gdpo_nemo.algorithms.rubrics import criteria_of
+from gdpo_nemo.algorithms.rubrics import Criterion, criteria_of
 from gdpo_nemo.data.contexts import contexts_of, path_to, turn_slices
 from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory
@@ -87,6 +87,8 @@ class Transcript:
         self.turns = 0
         self.finish_reason = "stop"
         self.rewards: dict[str, float | None] = {}
+        self.criteria: Mapping[str, Criterion] = {}
+        """Criteria of the families of rewards by component, if they are not in the row."""
         self.outcome = Outcome.OK
         self.detail = ""
         self.messages: list[Mapping[str, Any]] = []
@@ -332,7 +334,7 @@ class Transcript:
             text=conversation.text(ids),
             finish_reason=self.finish_reason,
             rewards=self.rewards,
-            criteria=criteria_of(self.prompt.fields, self.rewards),
+            criteria=criteria_of(self.prompt.fields, self.rewards, self.criteria),
             outcome=self.outcome,
             detail=self.detail,
             loss_mask=self.mask,

@@ -21,7 +21,7 @@ from gdpo_nemo.config.schema import Config, GdpoConfig
 from gdpo_nemo.data.contexts import contexts_of
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import Group, Outcome, Trajectory, trajectories_of
-from gdpo_nemo.rollouts.families import Family, families_of, slots_of
+from gdpo_nemo.rollouts.families import Family, families_of, group_key, slots_of
 from gdpo_nemo.rollouts.metrics import reward_names
 from gdpo_nemo.rollouts.user_functions import CustomFunctions, load_estimator, load_shaping_rules
 from gdpo_nemo.utils.errors import RunError, first_line
@@ -78,6 +78,7 @@ def _criteria_columns(
         raise RunError(str(error)) from None
     if not config.gdpo.shaping:
         return columns, families
+    groups: dict[object, int] = {}
     shaped: dict[str, np.ndarray] = apply_shaping(
         columns,
         config.gdpo.shaping,
@@ -85,6 +86,7 @@ def _criteria_columns(
         max_length=longest_completion(config),
         thinking=np.array([t.thinking_tokens for t in trajectories]),
         truncated=np.array([t.finish_reason == "length" and t.outcome is not Outcome.OK for t in trajectories]),
+        groups=[groups.setdefault(group_key(t, config.gdpo.group_by), len(groups)) for t in trajectories],
         functions=load_shaping_rules(config.gdpo) if functions is None else functions.rules,
     )
     return shaped, {name: family.with_rewards(shaped[name]) for name, family in families.items()}
@@ -195,15 +197,15 @@ def _compute(
         raise RunError(f"gdpo.estimator: {gdpo.estimator} raised {first_line(error)}") from error
 
 
+def with_noise(gdpo: GdpoConfig) -> dict[str, Any]:
+    """Return the options of the estimator, with ``gdpo.noise`` if it is set."""
+    return {**gdpo.options, "noise": gdpo.noise} if gdpo.noise else gdpo.options
+
+
 def trajectory_groups(groups: Sequence[Group], by: str) -> np.ndarray:
     """Return the group of each trajectory with which it is compared (``gdpo.group_by``). Shape: int64
     [trajectories]."""
     return np.repeat(_group_ids(groups, by), [len(group.trajectories) for group in groups])
-
-
-def with_noise(gdpo: GdpoConfig) -> dict[str, Any]:
-    """Return the options of the estimator, with ``gdpo.noise`` if it is set."""
-    return {**gdpo.options, "noise": gdpo.noise} if gdpo.noise else gdpo.options
 
 
 def _group_ids(groups: Sequence[Group], by: str) -> np.ndarray:

@@ -49,6 +49,16 @@ class Family:
         return replace(self, rewards=rewards)
 
 
+def group_key(trajectory: Trajectory, group_by: str) -> object:
+    """Return a value that is equal for the trajectories of a group.
+
+    Args:
+        group_by: value of ``gdpo.group_by``.
+    """
+    prompt = trajectory.prompt
+    return prompt.token_ids.tobytes() if group_by == "prompt" else prompt.id
+
+
 def families_of(trajectories: Sequence[Trajectory], group_by: str) -> dict[str, Family]:
     """Return the families of the trajectories by name, after their required criteria.
 
@@ -62,8 +72,7 @@ def families_of(trajectories: Sequence[Trajectory], group_by: str) -> dict[str, 
     keys: list[object] = []
     previous: dict[str, Criterion] = {}
     for trajectory in trajectories:
-        prompt = trajectory.prompt
-        keys.append(prompt.token_ids.tobytes() if group_by == "prompt" else prompt.id)
+        keys.append(group_key(trajectory, group_by))
         rubric = rubrics.setdefault(keys[-1], {})
         # The samples of a group usually have the same criteria, which need to be read only once.
         if not rubric or trajectory.criteria != previous:
@@ -102,7 +111,9 @@ def _factors(group: Group, criteria: Mapping[str, Criterion], runner: RuleRunner
     factors: dict[str, float] = {}
     for family in dict.fromkeys(map(family_name, criteria)):
         weights = {name: criterion.weight for name, criterion in criteria.items() if family_name(name) == family}
-        rewards = {name: np.array([t.rewards.get(name) for t in trained], np.float64) for name in weights}
+        rewards = {}
+        for name in weights:
+            rewards[name] = np.array([trajectory.rewards.get(name) for trajectory in trained], np.float64)
         factors |= runner.criterion_factors(step, RowRewards(group.prompt.id, weights, rewards))
     return factors
 

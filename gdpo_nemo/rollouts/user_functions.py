@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gdpo_nemo.algorithms.loss_selection import Functions, is_import_path, loss_import_paths
-from gdpo_nemo.algorithms.rewards import check_shaping, creates, parse_condition, rule_name
+from gdpo_nemo.algorithms.rewards import check_shaping, named_components, rule_name
 from gdpo_nemo.algorithms.weighting import CustomRule, RuleRunner, StepGradients, StepRewards, WeightingRule
 from gdpo_nemo.algorithms.weighting_rules import options_of, read_rule, rule_of
 from gdpo_nemo.config.objective_checks import check_estimator, check_skipping
@@ -260,10 +260,8 @@ def _content(result: Any) -> bytes:
 def _try_rules(gdpo: GdpoConfig, functions: Functions) -> None:
     """Test every shaping rule with rewards of 0 and 1 and with a missing reward."""
     rules = gdpo.shaping
-    named = {str(rule["component"]) for rule in rules if not creates(rule)}
-    named |= {str(parse_condition(rule["condition"])[0]) for rule in rules if "condition" in rule}
     try:
-        check_shaping(rules, sorted(named | set(gdpo.rewards)), functions)
+        check_shaping(rules, sorted({*named_components(rules), *gdpo.rewards}), functions)
     except ValueError as error:
         raise ConfigError(f"gdpo.shaping: {error}") from None
 

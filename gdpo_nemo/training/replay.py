@@ -61,8 +61,8 @@ COMPARED = ("loss", "grad_norm")
 """Metrics that are bitwise equal if weights and samples are equal."""
 OBJECTIVE = (
     "gdpo.estimator", "gdpo.preset", "gdpo.options", "gdpo.rewards", "gdpo.constraints", "gdpo.schedules",
-    "gdpo.weighting", "gdpo.noise", "gdpo.component_gradient_period", "gdpo.shaping", "gdpo.batch_norm",
-    "gdpo.epsilon", "gdpo.credit", "gdpo.turn_baseline", "gdpo.discount", "loss_fn",
+    "gdpo.weighting", "gdpo.noise", "gdpo.component_gradient_period", "gdpo.shaping", "gdpo.batch_norm", "gdpo.epsilon",
+    "gdpo.credit", "gdpo.turn_baseline", "gdpo.discount", "loss_fn",
 )  # fmt: skip
 """Keys and sections that a replay may change, because they do not affect the samples."""
 

@@ -133,3 +133,60 @@ def test_a_condition_reads_the_same_from_yaml_which_takes_the_bare_word_on_for_t
     rules = yaml.safe_load("[{component: short, condition: {on: right, ge: 1.0, else: -1.0}}]")
     assert True in rules[0]["condition"]
     assert apply_shaping({"right": [0.0, 1.0], "short": [1.0, 1.0]}, rules)["short"].tolist() == [-1.0, 1.0]
+
+
+SHORTEST = {"on": "correct", "ge": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [0.5, 0, NAN, -0.5, NAN, 0, 0, NAN]),
+        ({"score": "best"}, [1, 0, NAN, 0, NAN, 1, 1, NAN]),
+        ({"thinking": False}, [-1 / 3, -1 / 3, NAN, 2 / 3, NAN, 0, 0, NAN]),
+    ],
+)
+def test_shortest_compares_the_correct_samples_of_a_group(options, expected):
+    columns = {"correct": [1, 1, 0, 1, NAN, 1, 1, 1]}
+    context = {
+        "lengths": [10, 20, 5, 30, 1, 7, 7, 9],
+        "thinking": [0, 10, 0, 25, 0, 0, 0, 0],
+        "groups": [4, 4, 4, 4, 1, 1, 1, 0],  # the correct sample of group 0 has no other to be compared with
+    }
+    rule = {"component": "brevity", "shortest": {**SHORTEST, **options}}
+    np.testing.assert_allclose(shaped(columns, rule, **context)["brevity"], expected)
+    order = np.random.default_rng(0).permutation(8)
+    mixed = shaped(
+        {"correct": np.array(columns["correct"])[order]},
+        rule,
+        **{name: np.array(value)[order] for name, value in context.items()},
+    )
+    np.testing.assert_allclose(mixed["brevity"], np.array(expected, float)[order])
+
+
+def test_shortest_reads_the_other_component_after_its_rules_and_replaces_its_own():
+    rules = [
+        {"component": "brevity", "shortest": {"on": "correct", "gt": 0.0}},
+        {"component": "correct", "scale": {"by": 1.0, "offset": -1.0}},
+    ]
+    found = shaped({"brevity": [9, 9], "correct": [3, 2]}, *rules, lengths=[4, 2], groups=[0, 0])
+    assert found == {"brevity": [-0.5, 0.5], "correct": [2, 1]}
+    assert check_shaping(rules, ["correct", "brevity"]) == ["correct", "brevity"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ge": 1.0}, "a condition requires `on` and one of"),
+        ({"on": "corect", "ge": 1.0}, "unknown component 'corect'; did you mean 'correct'"),
+        ({"on": "rubric/*", "ge": 1.0}, "'rubric/*' is not a single reward"),
+        ({**SHORTEST, "scor": "best"}, "unknown option 'scor'; did you mean 'score'"),
+        ({**SHORTEST, "else": 0.0}, "unknown option 'else'"),
+        ({**SHORTEST, "score": "bset"}, "`score` must be linear or best, got 'bset'"),
+        ({"on": "brevity", "ge": 1.0}, "conditions form a cycle"),
+    ],
+)
+def test_shortest_with_invalid_options_is_refused(options, message):
+    with pytest.raises(ValueError) as error:
+        check_shaping([{"component": "brevity", "shortest": options}], ["correct", "rubric/*"])
+    assert message in str(error.value)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from environment_samples import HOSTILE
 
+from gdpo_nemo.algorithms.rubrics import Criterion
 from gdpo_nemo.commands import cli
 from gdpo_nemo.commands.env.check import Check
 from gdpo_nemo.data.records import Outcome, Verdict
@@ -123,6 +124,13 @@ def test_check_shows_masked_samples_with_reasons_and_exits_1(mine, capsys, monke
 def test_few_of_many_reasons_are_printed():
     check = Check(("a",), 0.0, verdicts=[Verdict({}, Outcome.ENV_FAILED, f"reply {n % 5}") for n in range(9)])
     assert check.reasons == "reply 0; reply 1; reply 2; and 2 more"
+
+
+def test_check_shows_the_score_of_a_family_instead_of_its_criteria():
+    criteria = {"rubric/a": Criterion("a", 3.0), "rubric/b": Criterion("b", 1.0)}
+    verdict = Verdict({"rubric/a": 1.0, "rubric/b": 0.0, "own": 0.5}, criteria=criteria)
+    check = Check(("rubric/*",), 0.0, verdicts=[verdict])
+    assert check.components == ["rubric/*", "own"] and verdict.component_rewards == {"rubric/*": 0.75, "own": 0.5}
 
 
 def test_check_tells_a_reward_that_does_not_apply_from_one_that_failed(mine, capsys):

@@ -21,9 +21,13 @@ class _Handler(JsonHandler):
         material = {name: json.loads(value) for name, _, value in lines}
         if "first" in material:
             return self._better(material)
+        if "answers" in material:
+            return self._rank(material)
         answer = material["answer"]
         times = self.server.seen[answer] = self.server.seen.get(answer, 0) + 1
         kind, _, rest = answer.partition(" ")
+        if "criteria" in material and not hasattr(self, f"_{kind}"):
+            return self._grade(material)
         getattr(self, f"_{kind}", self._say)(rest, times)
         return None
 
@@ -40,6 +44,36 @@ class _Handler(JsonHandler):
         first, second = ("good" in material[name] for name in ("first", "second"))
         better = "first" if first > second or "biased" in material["prompt"] else "second" if second > first else "tie"
         self._say(f"BETTER clear: {better}\nBETTER right: tie", 1)
+
+    def _grade(self, material):
+        """Meet a criterion if its last word is in the answer, which is quoted; count the word if there is a scale. The
+        judge cannot tell if this word is "unknown". The criteria are answered in the opposite order."""
+        verdicts = []
+        for criterion in reversed(material["criteria"]):
+            word = criterion["criterion"].split()[-1]
+            count = material["answer"].count(word)
+            verdict = (
+                None if word == "unknown" else criterion["scale"][0] + count if "scale" in criterion else count > 0
+            )
+            quotes = [word, "not in the answer"] if count else []
+            verdicts.append({"id": criterion["id"], "reason": "?", "verdict": verdict, "quotes": quotes})
+        self._say(json.dumps({"verdicts": verdicts}), 1)
+
+    def _rank(self, material):
+        """Rank by the count of a criterion's last word, or say the text after "say" in the prompt. A biased judge
+        prefers the answer that is shown first."""
+        _, is_script, script = material["prompt"].partition("say ")
+        rankings = []
+        for criterion in material["criteria"]:
+            word = criterion["criterion"].split()[-1]
+            by_count = {}
+            for place, answer in enumerate(material["answers"]):
+                by_count.setdefault(-place if word == "biased" else answer["answer"].count(word), []).append(
+                    answer["id"]
+                )
+            ranking = None if word == "unknown" else [by_count[count] for count in sorted(by_count, reverse=True)]
+            rankings.append({"id": criterion["id"], "ranking": ranking})
+        self._say(script if is_script else json.dumps({"rankings": rankings}), 1)
 
     def _status(self, code, times):
         self._send(int(code), b"the key was " + self.headers.get("Authorization", "").encode())

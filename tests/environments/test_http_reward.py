@@ -50,6 +50,7 @@ MISDEEDS = {
     'raw {"reward": [1]}': "bad_reply: the reply must be a list of rewards or an object with the key rewards",
     "raw [1, 2]": "bad_reply: the reply has 2 rewards for 1 completions",
     'raw ["0.5"]': "bad_reply: a reward in the reply must be a number or null, not '0.5'",
+    'raw [{"kind": 1}]': "bad_reply: a reward in the reply must be a number or null, not {'kind': 1}",
     "raw [true]": "bad_reply: a reward in the reply must be a number or null, not True",
     "raw [Infinity]": "bad_reply: a reward in the reply is infinite (inf)",
     "raw [[[[[[[[[[1]]]]]]]]]]": "bad_reply: the reply is nested more than 8 levels deep",
@@ -79,6 +80,38 @@ def test_every_server_failure_masks_the_samples_and_is_never_a_zero(server, misd
 def test_the_spans_of_a_reply_become_those_of_the_verdict(server):
     [verdict] = verdicts(server, ['raw {"rewards": [0.5], "spans": [[[0, 3], [5, 5]]]}'])
     assert verdict.rewards == {"helpful": 0.5} and verdict.reward_spans == {"helpful": ((0, 3), (5, 5))}
+
+
+RUBRIC = [{"id": "kind", "criterion": "Is it kind?"}, {"id": "short", "criterion": "Is it short?"}]
+
+
+def criteria_verdict(server, reply):
+    env = Functions({"functions": {"rubric/*": server.url}})
+    [verdict] = env.verify([trajectory(f"raw {reply}", rubric=RUBRIC)])
+    return verdict
+
+
+def test_a_server_returns_the_rewards_of_criteria_by_id(server):
+    found = criteria_verdict(server, '[{"kind": 1, "short": null}]')
+    assert found.rewards == {"rubric/kind": 1.0, "rubric/short": None} and found.reward_spans == {}
+    found = criteria_verdict(server, '{"rewards": [{"kind": 0.5}], "spans": [{"kind": [[0, 3]]}]}')
+    assert found.rewards == {"rubric/kind": 0.5} and found.reward_spans == {"rubric/kind": ((0, 3),)}
+    assert criteria_verdict(server, "[null]").rewards == {}
+
+
+@pytest.mark.parametrize(
+    ("reply", "detail"),
+    [
+        ("[1]", "bad_reply: rewards and spans of criteria must be objects by id"),
+        ('[{"kind": "1"}]', "bad_reply: a reward in the reply must be a number or null, not '1'"),
+        ('{"rewards": [{"kind": 1}], "spans": [[[0, 1]]]}', "bad_reply: rewards and spans of criteria must be objects"),
+        ('[{"kid": 1}]', "reward 'rubric/kid' is not a criterion of the row's rubric; did you mean 'rubric/kind'?"),
+    ],
+)
+def test_an_invalid_reply_about_criteria_masks_the_sample(server, reply, detail):
+    found = criteria_verdict(server, reply)
+    assert found.outcome is Outcome.ENV_FAILED and found.rewards == {}
+    assert found.detail.startswith(f"rubric/*: {detail}")
 
 
 def test_one_request_that_fails_costs_its_own_batch_only(server):

@@ -7,7 +7,8 @@ from judge_server import JudgeServer
 from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.environments.execution.pool import EnvironmentPool
 from gdpo_nemo.environments.registry import load_environment
-from gdpo_nemo.environments.tasks.judge import RECORD, JudgeModel, requests_of
+from gdpo_nemo.environments.tasks.judge import requests_of
+from gdpo_nemo.environments.tasks.judge_model import RECORD, JudgeModel
 from gdpo_nemo.environments.tasks.reward_functions import Functions
 from gdpo_nemo.utils.errors import ConfigError, FailureKind, RunError, kind_of
 
@@ -281,10 +282,11 @@ def test_planned_requests_are_those_of_a_sample(server, votes):
     more = {"votes": votes, "temperature": None, "max_completion_tokens": 7}
     compared = {"compare": True, "reference": "gold", "rubric": {"clear": "?", "right": "?"}}
     for given in (judge_options(server, **more), judge_options(server, **more, **compared), options(server, **more)):
-        [(_, requests, tokens)] = requests_of("env.x", given.get("plugin", "functions"), given)
+        [planned] = requests_of("env.x", given.get("plugin", "functions"), given)
         load_environment("x", {"plugin": "functions", **given}).verify(samples(ANSWERS[:1], gold="poor"))
         sent = [body for _, _, body in server.requests]
-        assert len(sent) == requests and {body["max_completion_tokens"] for body in sent} == {tokens} == {7}
+        assert len(sent) == planned.requests and not planned.by_group and not planned.by_criterion
+        assert {body["max_completion_tokens"] for body in sent} == {planned.tokens} == {7}
         server.requests.clear()
 
 
@@ -331,6 +333,14 @@ def test_comparison_asks_in_both_orders_and_reports_disagreement(server):
         ({"rubric": {"a": {"question": "?", "scale": [2, 1]}}}, "rubric.a.scale: the first number must be below"),
         ({"compare": True, "rubric": {"a": "?"}}, "compare: requires reference"),
         ({"compare": True, "reference": "gold"}, "rubric.right.scale: has no effect with compare"),
+        ({"rubric": "a/b"}, "rubric: must be the name of a column, without / and *, got 'a/b'"),
+        ({"calls": "criterion"}, "calls: has no effect without a rubric from a column or a ranking; remove it"),
+        ({"rubric": "rubric", "calls": "all"}, "calls: must be row or criterion, got 'all'"),
+        ({"rubric": "rubric", "compare": True, "reference": "x"}, "compare: conflicts with a rubric from a column"),
+        ({"ranking": True, "compare": True, "reference": "x"}, "compare: conflicts with ranking; remove it"),
+        ({"ranking": True}, "rubric.right.scale: has no effect with ranking; remove it"),
+        ({"orders": 3, "rubric": "rubric"}, "orders: has no effect without a ranking; remove it"),
+        ({"orders": 101, "ranking": True, "rubric": "rubric"}, "orders: must be at most 100, got 101"),
         ({"max_calls": 0}, "max_calls: must be a positive integer or null (0)"),
         ({"num_workers": 2}, "num_workers: has no effect"),
     ],

@@ -9,6 +9,7 @@ import pytest
 from environment_samples import REPLIES, trajectory
 from hypothesis import given, settings, strategies as st
 
+from gdpo_nemo.algorithms.rubrics import Criterion
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import DatasetConfig
 from gdpo_nemo.data.conversation import output_items
@@ -148,15 +149,76 @@ _JSON = st.recursive(
 @settings(max_examples=300, deadline=None)
 @given(reply=st.dictionaries(_NAMES, _JSON, max_size=6), named=st.booleans(), check_sum=st.booleans())
 def test_any_reply_is_finite_rewards_or_a_failure_in_one_line(reply, named, check_sum):
-    rules = read_rules([{"name": "a", "missing": "mask"}, {"name": "b", "path": "reward"}]) if named else ()
+    family = {"name": "rubric/*", "path": "reward_components", "missing": "mask"}
+    rules = read_rules([{"name": "a", "missing": "mask"}, {"name": "b", "path": "reward"}, family]) if named else ()
     try:
         parsed = parse_json(json.dumps(reply).encode(), 100)
         check_measurement(parsed)
-        rewards = rewards_of(parsed, rules, "one", check_sum)
+        rewards = rewards_of(parsed, rules, "one", check_sum).rewards
     except Failure as failure:
         assert len(failure.detail) < 600 and failure.detail.isprintable()
     else:
         assert rewards and all(value is None or math.isfinite(value) for value in rewards.values())
+
+
+MULTICHALLENGE = [
+    {"question": "Did it avoid peanuts?", "pass_criteria": "NO", "judge_prompt": "...", "judge_response": "[[NO]]",
+     "verdict": "NO", "score": 1.0, "weight": 2.0},
+    {"question": "Did it use the name?", "pass_criteria": "YES", "verdict": "NO", "score": 0.0, "weight": 1.0},
+]  # fmt: skip
+INVERSE_IF = [
+    {"criterion_id": "C1", "criteria": "Three sentences?", "verdict": "PASS", "explanation": "", "score": 1.0},
+    {"criterion_id": "", "criteria": "No letter e?", "verdict": "FAIL", "explanation": "", "score": 0.0},
+]
+FINANCE = [{"criteria": "Revenue", "severity": 3.0, "must_pass": True, "score": None, "votes": []}]
+
+
+@pytest.mark.parametrize(
+    ("path", "evaluations", "rewards", "criteria"),
+    [
+        ("rubric_evaluations", MULTICHALLENGE, {"rubric/1": 1.0, "rubric/2": 0.0},
+         [Criterion("Did it avoid peanuts? (expected answer: NO)", 2.0), Criterion("Did it use the name?")]),
+        ("rubric_evaluations", INVERSE_IF, {"rubric/C1": 1.0, "rubric/2": 0.0},
+         [Criterion("Three sentences?"), Criterion("No letter e?")]),
+        ("rubric_judgements", FINANCE, {"rubric/1": None}, [Criterion("Revenue", 3.0, True)]),
+        ("rubric_evaluations", [], {}, []),
+    ],
+)  # fmt: skip
+def test_the_evaluations_in_a_reply_are_the_criteria_of_a_family(path, evaluations, rewards, criteria):
+    family = {"name": "rubric/*"} | ({"path": path} if path != "rubric_evaluations" else {})
+    rules = read_rules([family, {"name": "mean", "path": "reward"}])
+    found = rewards_of({"reward": 0.5, path: evaluations}, rules, "one")
+    assert found.rewards == {**rewards, "mean": 0.5}
+    assert found.criteria == dict(zip(rewards, criteria))
+    present = any(value is not None for value in rewards.values())
+    assert found.names == ("rubric/*", "mean")[0 if present else 1 :]
+
+
+def test_a_reply_without_evaluations_fails_or_has_no_criteria():
+    reply = {"reward": 0.5, "num_total": 3}
+    with pytest.raises(Failure, match="missing_reward: rubric_evaluations is not in the reply; the reply has reward, "):
+        rewards_of(reply, read_rules([{"name": "rubric/*"}]), "one")
+    for change in ({"missing": "mask"}, {"servers": ["two"]}):
+        assert rewards_of(reply, read_rules([{"name": "rubric/*", **change}]), "one") == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "message"),
+    [
+        ({"C1": 1.0}, "expected a list of evaluations as rubric_evaluations, got"),
+        ([3], "expected a list of evaluations as rubric_evaluations, got"),
+        ([INVERSE_IF[0], INVERSE_IF[0]], "rubric_evaluations: criterion 2: id 'C1' is not unique"),
+        ([{"criterion_id": "C1", "score": 1.0}], "rubric_evaluations: criterion 1: criterion must be a text"),
+        ([{"criteria": "a", "score": "PASS"}], "the score of 1 in rubric_evaluations is of type str, not a number"),
+        ([{"criteria": "a", "score": 1.0, "weight": "2"}], "rubric_evaluations: criterion 1: weight must be a finite"),
+        ([{"criteria": "a", "score": 1.0}] * 10_000, "rubric_evaluations: has 10000 criteria, more than 1000"),
+    ],
+)
+def test_evaluations_that_are_not_a_rubric_fail_the_sample_in_one_line(evaluations, message):
+    with pytest.raises(Failure) as failure:
+        rewards_of({"rubric_evaluations": evaluations}, read_rules([{"name": "rubric/*"}]), "one")
+    assert failure.value.kind == "bad_reply" and failure.value.detail.startswith(message)
+    assert failure.value.detail.isprintable() and len(failure.value.detail) < 400
 
 
 @pytest.mark.slow
@@ -232,6 +294,7 @@ def test_the_head_servers_configuration_names_servers_and_agents():
         ({**SERVERS, "rewards": [{"name": "x", "pat": "x"}]}, "unknown key 'pat'; did you mean 'path'"),
         ({**SERVERS, "rewards": [{"name": "x", "missing": "0"}]}, "rewards.x.missing: '0' is not one of error, mask, "
                                                                   "zero"),
+        ({**SERVERS, "rewards": [{"name": "x/*", "missing": "zero"}]}, "rewards.x/*.missing: zero is not supported"),
         ({**SERVERS, "rewards": [{"name": "x", "weight": "1"}]}, "rewards.x.weight: must be a number"),
         ({**SERVERS, "rewards": [{"name": "x"}, {"name": "x"}]}, "'x' is listed twice"),
         ({**SERVERS, "rewards": [{"name": "x", "servers": ["two"]}]}, "rewards.x.servers: servers has no entry 'two'"),

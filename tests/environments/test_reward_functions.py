@@ -7,7 +7,9 @@ import psutil
 import pytest
 from environment_samples import HOSTILE, trajectories, trajectory
 
+from gdpo_nemo.algorithms.rubrics import Criterion
 from gdpo_nemo.data.records import Outcome
+from gdpo_nemo.environments.base import checked_verdicts
 from gdpo_nemo.environments.execution.pool import EnvironmentPool
 from gdpo_nemo.environments.execution.pools import EnvironmentPools
 from gdpo_nemo.environments.registry import load_environment
@@ -47,6 +49,111 @@ def test_none_and_nan_are_not_applicable_and_a_missing_column_is_none():
         {"sometimes": None},
         {"sometimes": None},
     ]
+
+
+RUBRIC = [{"id": "kind", "criterion": "Is it kind?", "weight": 2}, {"id": "short", "criterion": "Is it short?"}]
+
+
+def test_function_of_a_family_returns_the_rewards_of_criteria_by_id():
+    env = Functions({"functions": {"size": f"{PLACE}:lengths", "rubric/*": f"{PLACE}:criteria"}})
+    assert env.reward_names == ("size", "rubric/*")
+    samples = [
+        trajectory("both", rubric=RUBRIC, found={"kind": 1, "short": float("nan")}),
+        trajectory("span", rubric=RUBRIC, found={"kind": "span"}),
+        trajectory("none", rubric=RUBRIC, found=None),
+        trajectory("free", prompt_id="q", found={"7": 0.5, 8: 1.0}),
+    ]
+    verdicts = checked_verdicts(env.reward_names, samples, env.verify(samples))
+    assert [verdict.rewards for verdict in verdicts] == [
+        {"size": 4.0, "rubric/kind": 1.0, "rubric/short": None},
+        {"size": 4.0, "rubric/kind": 1.0},
+        {"size": 4.0},
+        {"size": 4.0, "rubric/7": 0.5, "rubric/8": 1.0},
+    ]
+    assert verdicts[0].criteria == verdicts[1].criteria == {
+        "rubric/kind": Criterion("Is it kind?", 2.0), "rubric/short": Criterion("Is it short?"),
+    }  # fmt: skip
+    assert verdicts[1].reward_spans == {"rubric/kind": ((0, 2),)}
+    assert verdicts[3].criteria == {"rubric/7": Criterion(), "rubric/8": Criterion()}
+
+
+def test_criteria_that_the_row_does_not_have_and_failures_mask_the_sample():
+    env = Functions({"functions": {"rubric/*": f"{PLACE}:criteria"}})
+    samples = [
+        trajectory("a", rubric=RUBRIC, found={"kid": 1}),
+        trajectory("b", rubric=RUBRIC, found={"kind": "failure"}),
+        trajectory("c", rubric=[{"criterion": ""}], found={"1": 1}),
+    ]
+    found = env.verify(samples)
+    assert all(verdict.outcome is Outcome.ENV_FAILED and verdict.rewards == {} for verdict in found)
+    assert [verdict.detail for verdict in found] == [
+        "rubric/*: reward 'rubric/kid' is not a criterion of the row's rubric; did you mean 'rubric/kind'?",
+        "rubric/kind: away",
+        "rubric/*: rubric: criterion 1: criterion must be a text, got ''",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (1.0, "must be a mapping from the ids of criteria to rewards, not float"),
+        ({"*": 1.0}, "has the invalid id '*'"),
+        ({"": 1.0}, "has the invalid id ''"),
+        ({"kind": "yes"}, "criterion 'kind', is 'yes', which is not a number"),
+        ({"kind": float("inf")}, "criterion 'kind', is infinite"),
+    ],
+)
+def test_invalid_value_of_a_family_stops_the_run(found, message):
+    env = Functions({"functions": {"rubric/*": f"{PLACE}:criteria"}})
+    with pytest.raises(RunError, match="sample 0 of prompt p,? ?" + re.escape(message)):
+        env.verify([trajectory("a", found=found)])
+
+
+def test_length_band_is_that_of_the_row():
+    def band(**arguments):
+        samples = [
+            trajectory("one two three", words=[2, 3], tokens=9),
+            trajectory("one two three four", words=[2, 3]),
+            trajectory("one", words=[2, None]),
+            trajectory("", words=[None, 4]),
+            trajectory("any", words=None),
+        ]
+        env = Functions({"functions": {"band": {"function": "length_band", "column": "words", **arguments}}})
+        return [verdict.rewards["band"] for verdict in env.verify(samples)]
+
+    assert band(unit="words") == [1, 0, 0, 1, None]
+    assert band(unit="words", margin=4) == [1, 0.75, 0.75, 1, None]
+    assert band() == [0, 0, 1, 1, None]  # in tokens: 9, 18, 3, 0 and 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "band", "message"),
+    [
+        ({}, [3, 2], "a band must ascend from 0 or more, got [3, 2]"),
+        ({}, [-1, 2], "a band must ascend from 0 or more"),
+        ({}, [1, float("nan")], "a band must ascend from 0 or more"),
+        ({}, 7, "a band must be [shortest, longest], got 7"),
+        ({}, ["a", "b"], "a band must be [shortest, longest], got ['a', 'b']"),
+        ({"unit": "pages"}, [1, 2], "unit must be one of tokens, words"),
+        ({"margin": -1}, [1, 2], "margin at least 0"),
+        ({"column": "bnad"}, [1, 2], "the rows have no column 'bnad'"),
+    ],
+)
+def test_an_invalid_band_stops_the_run_with_its_value(arguments, band, message):
+    env = Functions({"functions": {"band": {"function": "length_band", "column": "band", **arguments}}})
+    with pytest.raises(RunError, match=re.escape(message)):
+        env.verify([trajectory("a", band=band)])
+
+
+def test_distinct_is_the_share_of_ngrams_that_no_other_sample_of_the_prompt_has():
+    texts = ["a b c d", "a b c e", "x y", "a b c d"]
+    samples = [*(trajectory(text, index=i) for i, text in enumerate(texts)), trajectory("x y", prompt_id="q")]
+    env = Functions({"functions": {"new": {"function": "distinct", "n": 2}}})
+    found = [verdict.rewards["new"] for verdict in env.verify(samples)]
+    assert found == [0, pytest.approx(1 / 3), 1, 0, None]  # the sample of q is alone, as in a retry
+    assert [v.rewards["new"] for v in env.verify([trajectory(""), trajectory("a", index=1)])] == [0, 1]
+    with pytest.raises(RunError, match="n must be a positive integer, got 0"):
+        Functions({"functions": {"new": {"function": "distinct", "n": 0}}}).verify(samples)
 
 
 def test_async_functions_run_concurrently():

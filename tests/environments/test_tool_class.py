@@ -173,6 +173,23 @@ def test_a_reward_of_none_does_not_apply_and_a_function_that_raises_stops_the_ru
         counter.start_step(EpisodeStep(asked, 0, 1, reply.state)).result()
 
 
+@pytest.mark.parametrize(
+    ("start", "rewards", "detail"),
+    [
+        (1, {"value": 1.0, "rubric/low": 1.0, "rubric/even": 0.0}, ""),
+        (7, {}, "rubric/*: reward 'rubric/high' is not a criterion of the row's rubric; did you mean 'rubric/low'?"),
+    ],
+)
+def test_function_of_a_family_rewards_the_criteria_of_the_row(environment, start, rewards, detail):
+    counter = environment(functions={"value": f"{FILE}:value", "rubric/*": f"{FILE}:criteria"})
+    rubric = [{"id": "low", "criterion": "Is it low?"}, {"id": "even", "criterion": "Is it even?"}]
+    asked, reply = begin(counter, start=start, rubric=rubric)
+    assert reply.rewards == {"value": None}
+    ended = counter.start_step(EpisodeStep(asked, 0, 1, reply.state)).result(60)
+    assert (ended.rewards, ended.detail) == (rewards, detail)
+    assert (ended.outcome is Outcome.OK) == (not detail)
+
+
 def test_the_first_row_is_tried_before_the_run(environment):
     environment().preflight([prompt(start=1)])
     with pytest.raises(RunError, match="reset raised"):

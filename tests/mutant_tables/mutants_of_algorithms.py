@@ -237,4 +237,11 @@ ALGORITHMS = (
         "algorithms/test_kl_in_reward.py::test_contributions_of_the_components_and_the_kl_sum_to_the_advantages",
         "the batch norm subtracts the mean of each component",
     ),
+    mutant(
+        "algorithms/rewards.py",
+        "rows = passing & (groups == group)",
+        "rows = passing",
+        "algorithms/test_rewards.py::test_shortest_compares_the_correct_samples_of_a_group",
+        "lengths are only compared within a group",
+    ),
 )

@@ -28,17 +28,31 @@ ENVIRONMENTS = (
     ),
     mutant(
         "environments/tasks/judge.py",
-        "self._record.add(None if isinstance(self._read(reply), Failure) else key, reply)",
+        "self._record.add(None if isinstance(result, Failure) else key, reply)",
         "self._record.add(key, reply)",
         "environments/test_judge.py::test_reply_without_every_score_masks_the_sample_and_is_not_reused",
         "an unreadable reply is requested again",
     ),
     mutant(
-        "environments/tasks/judge.py",
+        "environments/tasks/judge_model.py",
         '"max_calls": self._calls + self._reserved + calls - 1,',
         '"max_calls": self._reserved + calls - 1,',
         "environments/test_judge.py::test_run_ends_before_the_call_that_exceeds_the_budget_also_after_a_restart",
         "calls of earlier starts count against the budget",
+    ),
+    mutant(
+        "environments/tasks/judge_rubric.py",
+        "                if component in found:\n",
+        "                if False:\n",
+        "environments/test_judge_rubric.py::test_every_other_reply_fails_its_sample_in_one_line_and_is_not_reused",
+        "a criterion has one verdict",
+    ),
+    mutant(
+        "environments/tasks/judge_ranking.py",
+        "orders.append(order[:: -1 if number % 2 else 1])",
+        "orders.append(order)",
+        "environments/test_judge_ranking.py::test_preference_for_a_position_cancels",
+        "the second order reverses the first",
     ),
     mutant(
         "utils/user_modules.py",
@@ -118,5 +132,19 @@ ENVIRONMENTS = (
         "if state.step > gdpo.max_num_steps:",
         "training/test_resume.py::test_a_complete_run_names_the_key_to_raise",
         "a run that is started again after its last step trains nothing",
+    ),
+    mutant(
+        "environments/nemo_gym/evaluations.py",
+        "rewards[member(family, name)] = None if score is None else finite_number(score, subject)",
+        "rewards[member(family, name)] = 0.0 if score is None else finite_number(score, subject)",
+        "environments/test_nemo_gym.py::test_the_evaluations_in_a_reply_are_the_criteria_of_a_family",
+        "a criterion that a server could not judge has no reward",
+    ),
+    mutant(
+        "environments/tasks/answers.py",
+        "rewards.append(None if sizes[prompt] < 2 else unique / max(1, len(grams)))",
+        "rewards.append(unique / max(1, len(grams)))",
+        "environments/test_reward_functions.py::test_distinct_is_the_share_of_ngrams_that_no_other_sample_of_the_prompt_has",
+        "a sample that is retried alone is not compared with anything",
     ),
 )

@@ -465,6 +465,8 @@ def test_the_dry_run_names_gpus_that_the_machine_does_not_have(gpus, overrides, 
 
 
 JUDGE = "judge: {plugin: judge, base_url: 'http://h/v1', model: m, rubric: {a: '?'}, votes: 3, temperature: 1}"
+ROWS = JUDGE.replace("{a: '?'}", "a, calls: criterion")
+RANKING = JUDGE.replace("votes", "ranking: true, votes")
 FUNCTION = "{function: llm_judge, base_url: 'http://h/v1', model: m, question: '?', max_tokens: null}"
 
 
@@ -474,6 +476,13 @@ FUNCTION = "{function: llm_judge, base_url: 'http://h/v1', model: m, question: '
         (JUDGE, [], "env.judge: at most 96 calls per step and 960 in the run; at most 58,368 and 583,680 tokens (96 "),
         (JUDGE, ["gdpo.dynamic_sampling={enabled: true, max_rounds: 2}"], "at most 192 calls per step and 1,920 in"),
         (JUDGE, ["gdpo.val_period=4", "gdpo.val_prompts=5"], "at most 96 calls per step and 1,005 in the run;"),
+        (
+            ROWS,
+            [],
+            "env.judge: for each criterion of a row, at most 96 calls per step and 960 in the run; at most 402,432",
+        ),
+        (RANKING, [], "at most 24 calls per step and 240 in the run; at most 116,736 and 1,167,360 tokens (768 of the"),
+        (RANKING, ["gdpo.val_period=4", "gdpo.val_prompts=5"], "at most 24 calls per step and 330 in the run;"),
         (JUDGE, ["gdpo.val_at_start=true"], "at most 96 calls per step and 960 in the run, plus validations;"),
         (
             f"functions: {{functions: {{a: {FUNCTION}}}}}",

@@ -12,7 +12,7 @@ import pytest
 from gdpo_nemo.algorithms import target_po_coefficients
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory, UpdateResult
+from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory, UpdateResult, trajectories_of
 from gdpo_nemo.environments.tasks.digit_sort import DigitSort
 from gdpo_nemo.rollouts.credit import advantages_of, log_ratios, reward_columns, updates_of
 from gdpo_nemo.rollouts.group_signal import has_signal, part_with_signal
@@ -287,6 +287,26 @@ def test_error_rates_correct_rewards_before_shaping():
         RunError, match="gdpo.noise.correctness: error rates require rewards of 0 or 1, got 0.5 for sam"
     ):
         advantages_of(groups, config(rates))
+
+
+@pytest.mark.parametrize(
+    ("group_by", "expected"),
+    [
+        ("row", [0.5, np.nan, -0.5, np.nan, *[np.nan] * 4]),
+        ("prompt", [5 / 9, np.nan, -1 / 9, np.nan, np.nan, np.nan, np.nan, -4 / 9]),
+    ],
+)
+def test_brevity_is_compared_among_the_correct_samples_of_a_group(group_by, expected):
+    rule = "gdpo.shaping=[{component: brevity, shortest: {on: correctness, ge: 1}}]"
+    made = config("gdpo.rewards={correctness: 1, brevity: 0.5}", rule, f"gdpo.group_by={group_by}")
+    groups = two_groups()  # lengths from 4 to 7; both groups have the same prompt tokens
+    found = reward_columns(trajectories_of(groups), made)["brevity"]
+    np.testing.assert_allclose(found, expected)
+    groups[0].trajectories[0] = replace(groups[0].trajectories[0], rewards={}, outcome=Outcome.ENV_FAILED)
+    found = reward_columns(trajectories_of(groups), made)["brevity"]
+    assert np.isnan(found[0]), "a masked sample is not compared"
+    terms = advantages_of(two_groups(), made)
+    assert not terms.components[1, list(terms.names).index("brevity")], "a wrong sample has no term for its length"
 
 
 def test_signal_may_be_computed_before_shaping():

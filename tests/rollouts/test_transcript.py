@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 
+from gdpo_nemo.algorithms.rubrics import Criterion
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.generation.requests import Completion
 from gdpo_nemo.rollouts.context import Transcript
@@ -43,3 +46,12 @@ def test_separate_version_applies_to_a_completion_without_versions():
     t.append_policy_tokens(completion(3, 4), 6)
     t.append_policy_tokens(completion(5, spans=((8, 1),)), 2)
     assert t.spans == ((6, 2), (8, 1))
+
+
+def test_criteria_of_an_agents_reply_are_those_of_the_trajectory():
+    t = begun()
+    t.append_policy_tokens(completion(3, 4))
+    t.set_rewards({"rubric/C1": 1.0, "rubric/C2": None})
+    t.criteria = {"rubric/C1": Criterion("Three sentences?", 2.0), "rubric/C2": Criterion("No letter e?")}
+    conversation = SimpleNamespace(text=lambda ids: "ab", replies=SimpleNamespace(counts_thinking=False))
+    assert t.trajectory(conversation).criteria == t.criteria

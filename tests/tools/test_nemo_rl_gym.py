@@ -12,7 +12,7 @@ import pytest
 from gdpo_nemo.commands import cli
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.tools.interop.nemo_rl.translate import translate
-from gdpo_nemo.tools.interop.translation import CANNOT_RUN, DIFFERENT, SAME, TRANSLATED
+from gdpo_nemo.tools.interop.translation import CANNOT_RUN, DIFFERENT, DIFFERS, NO_EFFECT, SAME, TRANSLATED
 from gdpo_nemo.training.validation import validate
 
 FOLDER = Path(__file__).with_name("nemo_rl")
@@ -205,3 +205,85 @@ def test_the_submodule_of_a_nemo_rl_checkout_is_found_and_a_wrong_folder_is_one_
     (tmp_path / SUBMODULE / PATHS[0]).write_text("a: [")
     assert cli.main(command) == 2
     assert "weather.yaml is not valid YAML" in capsys.readouterr().err
+
+
+def penalized(folder: Path, estimator: str = "grpo", rewards: dict | None = None, **penalties):
+    penalty = json.dumps({"default": {"enabled": True, **penalties}}) if penalties else "null"
+    estimator = f"{{name: {estimator}, reward_weights: {'null' if estimator == 'grpo' else [1.0, 0.5, 0.25]}}}"
+    change = f"grpo: {{adv_estimator: {estimator}, length_penalty: {penalty}}}"
+    change += f"\nreward_penalties: {json.dumps(rewards or {})}"
+    return translate(make_recipe(folder, change), make_checkout(folder / "Gym"))
+
+
+def test_length_penalty_becomes_a_component_with_the_coefficient_as_weight(tmp_path):
+    translation = penalized(
+        tmp_path, group_total_length_penalty_coeff=0.2, group_answer_length_penalty_coeff=0.1, top_percentile=0.2
+    )
+    assert translation.status == SAME, translation.summary()
+    gdpo = translation.content["gdpo"]
+    assert gdpo["rewards"] == {"reward": 1.0, "brevity": 0.2, "answer_brevity": 0.1}
+    correct = {"on": "reward", "gt": 0.0}
+    assert gdpo["shaping"] == [
+        {"component": "brevity", "shortest": correct},
+        {"component": "answer_brevity", "shortest": {**correct, "thinking": False}},
+    ]
+
+
+def test_length_penalty_has_no_effect_on_components_of_gdpo(tmp_path):
+    translation = penalized(tmp_path, "gdpo", group_total_length_penalty_coeff=0.2)
+    assert translation.status == SAME and "shaping" not in translation.content["gdpo"]
+    [line] = [line for line in translation.lines if line.key.endswith("group_total_length_penalty_coeff")]
+    assert line.status == NO_EFFECT and "several reward components" in line.text
+
+
+@pytest.mark.parametrize(
+    ("penalties", "key", "reason"),
+    [
+        ({"total_bonus": 0.5}, "grpo.length_penalty", "share the bonus"),
+        ({"group_total_length_penalty_coeff": 1.5}, "grpo.length_penalty", "may be negative"),
+        ({"answer_zmad_penalty": 0.5}, "grpo.length_penalty.default.answer_zmad_penalty", "is not supported"),
+        ({"reasoning_bonus": 0.5}, "grpo.length_penalty.default.reasoning_bonus", "reasoning alone"),
+        ({"length_type": "chars"}, "grpo.length_penalty.default.length_type", "numbers of sampled tokens"),
+    ],
+)
+def test_differences_of_length_penalties_are_reported(tmp_path, penalties, key, reason):
+    translation = penalized(tmp_path, **penalties)
+    assert translation.status == DIFFERS and reason in translation.differences[key], translation.summary()
+
+
+PENALTIES = {
+    "penalize_duplicated_reasoning": True,
+    "penalize_empty_final_answer": True,
+    "penalize_unwanted_tokens": True,
+    "token_ids": {"unwanted": [2], "think_open": 12, "think_close": 13},
+}
+
+
+def test_reward_penalties_become_a_condition_on_a_component(tmp_path):
+    translation = penalized(tmp_path, rewards=PENALTIES)
+    assert translation.status == SAME, translation.summary()
+    assert translation.content["gdpo"]["rewards"] == {"reward": 1.0}
+    assert translation.content["gdpo"]["shaping"] == [
+        {"component": "reward", "condition": {"on": "well_formed", "ge": 1.0}}
+    ]
+    options = translation.content["env"]["nemo_gym"]
+    assert options["well_formed"] == {"repeated_reasoning": True, "empty_answer": True, "unwanted_tokens": [2]}
+    ours = tmp_path / "ours.yaml"
+    ours.write_text(translation.to_text("recipe"))
+    validate(load_config(ours))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "tokens", "checks", "reason"),
+    [
+        ("grpo", PENALTIES["token_ids"], {"think_tokens": [12, 13]}, "spelled with several tokens"),
+        ("grpo", None, None, "set reward_penalties.token_ids.think_open and think_close"),
+        ("gdpo", PENALTIES["token_ids"], None, "NeMo-RL sets the sum of the rewards to 0, and refuses a sample"),
+    ],
+)
+def test_differences_of_reward_penalties_are_reported(tmp_path, estimator, tokens, checks, reason):
+    rewards = {"penalize_malformed_think_tag": True, "token_ids": tokens}
+    translation = penalized(tmp_path, estimator, rewards)
+    assert translation.status == DIFFERS
+    assert reason in translation.differences["reward_penalties.penalize_malformed_think_tag"]
+    assert translation.content["env"]["nemo_gym"].get("well_formed") == checks

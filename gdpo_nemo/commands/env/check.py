@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from gdpo_nemo.algorithms.rubrics import criteria_of
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory, Verdict
 from gdpo_nemo.data.replies import Reply, message_of, parse_hermes
 from gdpo_nemo.data.rows import PROMPT_KEYS
@@ -49,7 +50,7 @@ class Check:
         """Names of the declared reward components, followed by undeclared components that ``verify`` returned."""
         names = dict.fromkeys(self.reward_names)
         for verdict in self.verdicts:
-            names.update(dict.fromkeys(verdict.rewards))
+            names.update(dict.fromkeys(verdict.component_rewards))
         return list(names)
 
     @property
@@ -198,8 +199,10 @@ def _episodes(pool: EnvironmentPools, verifies: bool, samples: Sequence[Trajecto
                 before = rewards[i].get(component)
                 rewards[i][component] = before if value is None else value + (before or 0.0)
     verdicts = []
-    for earned, reply in zip(rewards, replies):
-        verdicts.append(Verdict(earned if reply.outcome is Outcome.OK else {}, reply.outcome, reply.detail))
+    for sample, earned, reply in zip(samples, rewards, replies):
+        given = earned if reply.outcome is Outcome.OK else {}
+        criteria = criteria_of(sample.prompt.fields, given)
+        verdicts.append(Verdict(given, reply.outcome, reply.detail, criteria=criteria))
     if not verifies:
         return verdicts
     unscored = [i for i, verdict in enumerate(verdicts) if verdict.outcome is Outcome.OK and not verdict.rewards]

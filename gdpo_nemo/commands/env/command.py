@@ -255,7 +255,7 @@ def _table(name: str, found: Check) -> Any:
     for sample, verdict, latency in zip(found.samples, found.verdicts, found.latencies_s):
         rewards = []
         for component in found.components:
-            value = verdict.rewards.get(component)
+            value = verdict.component_rewards.get(component)
             rewards.append("-" if value is None else f"{value:g}")
         outcome = f"{verdict.outcome}: {verdict.detail}" if verdict.detail else str(verdict.outcome)
         table.add_row(Text(sample.prompt.id), _short(sample.text), *rewards, f"{latency:.3f}", Text(outcome))
@@ -282,7 +282,7 @@ def _findings(found: Check, failure_share: float) -> list[str]:
         lines += [f"a run stops if more than {failure_share:.0%} of a step's samples are masked"]
     rewarded = [verdict for verdict in found.verdicts if verdict.rewards]
     for component in found.components:
-        missing = sum(verdict.rewards.get(component) is None for verdict in rewarded)
+        missing = sum(verdict.component_rewards.get(component) is None for verdict in rewarded)
         if missing:
             lines.append(
                 f"{component}: does not apply to {missing} of {len(rewarded)} samples, so it does not affect their "

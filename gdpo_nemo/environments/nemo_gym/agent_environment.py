@@ -6,12 +6,14 @@ import asyncio
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from gdpo_nemo.algorithms.rubrics import Criterion
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.environments.base import Environment, read_options
 from gdpo_nemo.environments.http_client import Cookies, HttpClient, api_key, base_url
+from gdpo_nemo.environments.nemo_gym.checks import WELL_FORMED, read_checks, well_formed
 from gdpo_nemo.environments.nemo_gym.rows import ROW, choose_server, read_row
 from gdpo_nemo.environments.nemo_gym.settings import read_rules, rewards_of, step_rewards_of
 from gdpo_nemo.environments.server_replies import Failure, FailureKind, check_measurement
@@ -30,6 +32,8 @@ class Played:
     rewards: Mapping[str, float | None]
     step_rewards: Sequence[Mapping[str, float | None]] = ()
     """Rewards of each turn of the policy, or empty if the reply contains only totals."""
+    criteria: Mapping[str, Criterion] = field(default_factory=dict)
+    """Criteria of the families of rewards, by component."""
 
 
 class NemoGymAgent(Environment):
@@ -41,6 +45,9 @@ class NemoGymAgent(Environment):
     Options:
         agents: base URLs by agent name, as in a row's ``agent_ref``. A single agent gets all rows.
         rewards, check_sum, api_key_env: same as in ``nemo_gym``.
+        well_formed: checks of the agents' responses, ``{repeated_reasoning, empty_answer, unwanted_tokens,
+            think_tokens}`` (``checks.Checks``). With this option, the component ``well_formed`` is 1 for responses
+            without a fault and 0 for others.
         global_config: NeMo Gym's configuration of the agents and their servers, with ``config_paths``. Only ``gdpo-nemo
             gym up``, which starts them, reads this option.
         concurrency (64): maximum number of episodes in flight.
@@ -61,6 +68,7 @@ class NemoGymAgent(Environment):
             rewards=None,
             check_sum=False,
             api_key_env=None,
+            well_formed=None,
             global_config={},
             concurrency=64,
             deadline_s=600.0,
@@ -77,8 +85,12 @@ class NemoGymAgent(Environment):
                 raise ConfigError(
                     f"rewards.{rule.name}.servers: agents has no entry {agent!r}{nearest(agent, self.agents)}"
                 )
+        self.checks = read_checks(self._options.well_formed)
         self.open_rewards = not self.rules
-        self.reward_names: tuple[str, ...] = tuple(rule.name for rule in self.rules) or ("reward",)
+        names = [rule.name for rule in self.rules] or ["reward"]
+        if self.checks and WELL_FORMED in names:
+            raise ConfigError(f"rewards: {WELL_FORMED!r} is the name of the component of the checks")
+        self.reward_names: tuple[str, ...] = (*names, WELL_FORMED) if self.checks else tuple(names)
         for name in ("concurrency", "deadline_s", "max_reply_bytes", "max_json_depth"):
             if not getattr(self._options, name) > 0:
                 raise ConfigError(f"{name}: must be greater than 0")
@@ -166,8 +178,13 @@ class NemoGymAgent(Environment):
         response = reply.get("response")
         if not isinstance(response, Mapping):
             raise Failure(FailureKind.BAD_REPLY, "the reply has no response")
-        rewards = rewards_of(reply, self.rules, agent, self._options.check_sum)
-        return Played(with_attempts(response, reply), rewards, step_rewards_of(reply, self.rules, agent))
+        rewards, criteria = rewards_of(reply, self.rules, agent, self._options.check_sum)
+        steps = step_rewards_of(reply, self.rules, agent)
+        trained = with_attempts(response, reply)
+        output = response.get("output")
+        if self.checks is not None:
+            rewards[WELL_FORMED] = well_formed(output if isinstance(output, list) else (), self.checks)
+        return Played(trained, rewards, steps, criteria)
 
     def _agent(self, prompt: Prompt) -> str:
         try:

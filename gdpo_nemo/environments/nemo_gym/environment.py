@@ -29,7 +29,8 @@ class NemoGym(Environment):
             with a single server, or if ``agent_ref`` contains the server's name.
         rewards: reward components as a list of ``{name, path, weight, missing: error|mask|zero, servers}``. The path of
             a component in the reply is a dotted string or a list (default: ``reward_components.<name>``). Without this
-            option, the components in ``reward_components`` and the scalar ``reward`` are used.
+            option, the components in ``reward_components`` and the scalar ``reward`` are used. The path of a family
+            (``rubric/*``) is that of a list of evaluations of criteria (default: ``rubric_evaluations``).
         check_sum (false): reject replies whose components do not add up to ``reward``.
         seed_session (true): call /seed_session before every trajectory, as stateful servers require.
         split_reasoning (false): send ``<think>...</think>`` as a reasoning item.

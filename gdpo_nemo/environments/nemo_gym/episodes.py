@@ -13,7 +13,7 @@ import numpy as np
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory, Verdict
 from gdpo_nemo.environments.http_client import Cookies, HttpClient, with_retries
 from gdpo_nemo.environments.nemo_gym.rows import ROW, Routes, request_body, reward_spans_of, seed_body
-from gdpo_nemo.environments.nemo_gym.settings import Settings, rewards_of
+from gdpo_nemo.environments.nemo_gym.settings import Scores, Settings, rewards_of
 from gdpo_nemo.environments.server_replies import Failure, FailureKind, check_measurement
 from gdpo_nemo.utils.errors import ConfigError, RunError
 
@@ -145,8 +145,9 @@ class Verifier:
         body = request_body(trajectory, settings.split_reasoning)
         reply = await self._client.post(f"{url}/verify", body, cookies, self._time_left(deadline))
         check_measurement(reply)
-        rewards = rewards_of(reply, settings.rules, server, settings.check_sum)
-        return Verdict(rewards, reward_spans=reward_spans_of(reply, trajectory, rewards, settings.split_reasoning))
+        rewards, criteria = rewards_of(reply, settings.rules, server, settings.check_sum)
+        spans = reward_spans_of(reply, trajectory, rewards, settings.split_reasoning)
+        return Verdict(rewards, reward_spans=spans, criteria=criteria)
 
     def _time_left(self, deadline: float) -> float:
         return min(self._limits.request_timeout_s, deadline - asyncio.get_running_loop().time())
@@ -212,10 +213,10 @@ async def _components(settings: Settings, verifier: Verifier, server: str, promp
     empty = np.zeros(0, np.int32)
     trajectory = Trajectory(prompt, 0, empty, empty.astype(np.float32), 0, _ANSWER, "stop")
     try:
-        rewards = (await verifier.verdict(trajectory, server)).rewards
+        verdict = await verifier.verdict(trajectory, server)
     except Failure as failure:
         message = f"server {server} at {verifier.routes.servers[server]}, row of prompt {prompt.id}: {failure}"
         raise (ConfigError if failure.kind in _CONFIG_FAILURES else RunError)(message) from None
     if settings.rules:
-        return tuple(name for name, value in rewards.items() if value is not None)
-    return tuple(rewards)
+        return Scores(dict(verdict.rewards), dict(verdict.criteria)).names
+    return tuple(verdict.rewards)

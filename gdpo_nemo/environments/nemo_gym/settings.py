@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from gdpo_nemo.algorithms.rubrics import Criterion, family_name, is_family
 from gdpo_nemo.environments.base import number_option, read_options
 from gdpo_nemo.environments.http_client import base_url
+from gdpo_nemo.environments.nemo_gym.evaluations import PATH, read_evaluations
 from gdpo_nemo.environments.server_replies import Failure, FailureKind, finite_number, printable
 from gdpo_nemo.utils.errors import ConfigError, nearest
 
@@ -121,10 +123,11 @@ _KEYS = ("name", "path", "weight", "missing", "servers")
 
 @dataclass(frozen=True)
 class RewardRule:
-    """Rule that extracts one reward component from a reply."""
+    """Rule that extracts one reward component from a reply, or a family of criteria."""
 
     name: str
     path: tuple[str, ...]
+    """Path of the reward, or of the list of evaluations if the name is that of a family."""
     missing: str = "error"
     """Treatment of a missing value: error (the trajectory fails), mask (the reward is None) or zero (the reward is
     0)."""
@@ -153,9 +156,22 @@ def read_rules(entries: Any) -> tuple[RewardRule, ...]:
     return rules
 
 
-def rewards_of(
-    reply: Mapping[str, Any], rules: Sequence[RewardRule], server: str, check_sum: bool = False
-) -> dict[str, float | None]:
+class Scores(NamedTuple):
+    """Rewards in a reply."""
+
+    rewards: dict[str, float | None]
+    """Reward of each component (None if the component does not apply)."""
+    criteria: dict[str, Criterion]
+    """Criteria of the families by component."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the components with a reward. The criteria of a family have one name."""
+        found = (family_name(n) if n in self.criteria else n for n, value in self.rewards.items() if value is not None)
+        return tuple(dict.fromkeys(found))
+
+
+def rewards_of(reply: Mapping[str, Any], rules: Sequence[RewardRule], server: str, check_sum: bool = False) -> Scores:
     """Extract the reward components of a reply by the rules. Without rules, return all ``reward_components`` and the
     scalar ``reward``.
 
@@ -170,20 +186,27 @@ def rewards_of(
     if check_sum:
         _check_sum(reply)
     if not rules:
-        return _all_components(reply)
+        return Scores(_all_components(reply), {})
     rewards: dict[str, float | None] = {}
+    criteria: dict[str, Criterion] = {}
     for rule in rules:
-        if rule.servers is not None and server not in rule.servers:
-            rewards[rule.name] = None
-            continue
-        value = _value_at(reply, rule.path)
-        if value is not None:
-            rewards[rule.name] = finite_number(value, rule.dotted_path)
-        elif rule.missing == "error":
+        applies = rule.servers is None or server in rule.servers
+        value = _value_at(reply, rule.path) if applies else None
+        if value is None and applies and rule.missing == "error":
             raise Failure(FailureKind.MISSING_REWARD, f"{rule.dotted_path} is not in the reply{_listed_numbers(reply)}")
-        else:
-            rewards[rule.name] = 0.0 if rule.missing == "zero" else None
-    return rewards
+        if not is_family(rule.name):
+            rewards[rule.name] = _reward(value, rule) if applies else None
+        elif value is not None:
+            scores, found = read_evaluations(value, rule.dotted_path, rule.name)
+            rewards |= scores
+            criteria |= found
+    return Scores(rewards, criteria)
+
+
+def _reward(value: Any, rule: RewardRule) -> float | None:
+    if value is not None:
+        return finite_number(value, rule.dotted_path)
+    return 0.0 if rule.missing == "zero" else None
 
 
 def step_rewards_of(
@@ -213,6 +236,8 @@ def _of_step(step: Any, rules: Sequence[RewardRule], server: str) -> dict[str, f
         return _all_components({"reward_components": entry}) if entry else {}
     rewards: dict[str, float | None] = {}
     for rule in rules:
+        if is_family(rule.name):  # servers evaluate criteria at the end of an episode
+            continue
         value = _value_at({"reward_components": entry, **entry}, rule.path)
         if value is not None and (rule.servers is None or server in rule.servers):
             rewards[rule.name] = finite_number(value, f"step_rewards.{rule.name}")
@@ -282,13 +307,15 @@ def _rule(entry: Any) -> RewardRule:
     name = entry.get("name")
     if not isinstance(name, str) or not name:
         raise ConfigError("rewards: every entry requires a name")
-    path = entry.get("path", f"reward_components.{name}")
+    path = entry.get("path", PATH if is_family(name) else f"reward_components.{name}")
     parts = path.split(".") if isinstance(path, str) else path
     if not isinstance(parts, (list, tuple)) or not parts or not all(isinstance(part, str) and part for part in parts):
         raise ConfigError(f"rewards.{name}.path: must be a dotted path or a list of strings, not {path!r}")
     missing = entry.get("missing", "error")
     if missing not in MISSING:
         raise ConfigError(f"rewards.{name}.missing: {missing!r} is not one of {', '.join(MISSING)}")
+    if missing == "zero" and is_family(name):
+        raise ConfigError(f"rewards.{name}.missing: zero is not supported for a family of criteria; use error or mask")
     weight = entry.get("weight")
     if weight is not None and (isinstance(weight, bool) or not isinstance(weight, (int, float))):
         raise ConfigError(f"rewards.{name}.weight: must be a number, not {weight!r}")

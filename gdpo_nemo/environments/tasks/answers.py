@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import re
 import signal
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -203,6 +205,81 @@ def length(
     tokens.
     """
     return [_length_reward(len(ids), max_tokens, cut_off) for ids in completion_ids]
+
+
+_UNITS = ("tokens", "words")
+
+
+def length_band(
+    completions: Sequence[Any],
+    completion_ids: Sequence[Sequence[int]],
+    column: str = "length_band",
+    unit: str = "tokens",
+    margin: float = 0.0,
+    **columns: Any,
+) -> list[float | None]:
+    """Return 1 for completions whose length is in the row's band, which ends at both limits. Longer and shorter
+    completions get 0.
+
+    With ``margin``, the reward decreases linearly to 0 at this distance from the band. None for rows without a band.
+
+    Args:
+        column: column with the band [shortest, longest]. A limit of null is open.
+        unit: tokens (including the end token) or words.
+
+    Raises:
+        ValueError: if a band or an argument is invalid.
+    """
+    if unit not in _UNITS or not margin >= 0:
+        raise ValueError(f"unit must be one of {', '.join(_UNITS)}, and margin at least 0, got {unit!r} and {margin}")
+    if column not in columns:
+        raise ValueError(f"the rows have no column {column!r}{nearest(column, columns)}")
+    rewards: list[float | None] = []
+    for completion, ids, band in zip(completions, completion_ids, columns[column]):
+        size = len(ids) if unit == "tokens" else len(completion_text(completion).split())
+        rewards.append(None if band is None else _band_reward(size, band, margin))
+    return rewards
+
+
+def _band_reward(size: int, band: Any, margin: float) -> float:
+    try:
+        low, high = band
+        low = 0 if low is None else float(low)
+        high = math.inf if high is None else float(high)
+    except (TypeError, ValueError):
+        raise ValueError(f"a band must be [shortest, longest], got {band!r:.40}") from None
+    if not 0 <= low <= high:
+        raise ValueError(f"a band must ascend from 0 or more, got {band!r:.40}")
+    distance = max(low - size, size - high, 0.0)
+    return float(distance == 0) if margin == 0 else max(0.0, 1.0 - distance / margin)
+
+
+def distinct(completions: Sequence[Any], id: Sequence[str], n: int = 3) -> list[float | None]:
+    """Return the share of a completion's n-grams of words that no other completion of its prompt contains.
+
+    This is 1 minus the n-gram precision against the other completions, as in self-BLEU (arXiv 1802.01886). A completion
+    with fewer than ``n`` words is one n-gram, and an empty completion gets 0. The reward is None if the call has only
+    one completion of the prompt, because there is nothing to compare.
+    """
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ValueError(f"n must be a positive integer, got {n!r}")
+    sets = [_ngrams(completion_text(completion), n) for completion in completions]
+    sizes = Counter(id)
+    counts: dict[str, Counter[tuple[str, ...]]] = {prompt: Counter() for prompt in sizes}
+    for prompt, grams in zip(id, sets):
+        counts[prompt].update(grams)
+    rewards: list[float | None] = []
+    for prompt, grams in zip(id, sets):
+        unique = sum(counts[prompt][gram] == 1 for gram in grams)
+        rewards.append(None if sizes[prompt] < 2 else unique / max(1, len(grams)))
+    return rewards
+
+
+def _ngrams(text: str, n: int) -> set[tuple[str, ...]]:
+    words = text.split()
+    if len(words) <= n:
+        return {tuple(words)} if words else set()
+    return {tuple(words[start : start + n]) for start in range(len(words) - n + 1)}
 
 
 def completion_text(completion: Any) -> str:

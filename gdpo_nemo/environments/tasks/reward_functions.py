@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
+from gdpo_nemo.algorithms.rubrics import criteria_of, family_of, is_family, member
 from gdpo_nemo.data.records import Outcome, TrainerState, Trajectory, Verdict
 from gdpo_nemo.environments.base import Environment, Failure, SpanReward, read_options, reward_value
 from gdpo_nemo.utils import user_loop
@@ -23,11 +24,17 @@ BUILT_IN = {
     "regex": "gdpo_nemo.environments.tasks.answers:regex",
     "json_schema": "gdpo_nemo.environments.tasks.answers:json_schema",
     "length": "gdpo_nemo.environments.tasks.answers:length",
+    "length_band": "gdpo_nemo.environments.tasks.answers:length_band",
+    "distinct": "gdpo_nemo.environments.tasks.answers:distinct",
     "llm_judge": "gdpo_nemo.environments.tasks.judge:LlmJudge",
     "http": "gdpo_nemo.environments.tasks.http_reward:HttpReward",
     "reward_model": "gdpo_nemo.environments.tasks.reward_model:Scorer",
 }
 """Import paths of the built-in reward functions, by name."""
+
+
+type Value = float | Failure | SpanReward | None
+"""Value that a reward function returns for one component of a completion."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,7 @@ class Functions(Environment):
     A function is specified by one of
 
     * an import path (``file.py:name``, ``package.module.name``),
-    * a built-in name (regex, json_schema, length, llm_judge, http, reward_model),
+    * a built-in name (regex, json_schema, length, length_band, distinct, llm_judge, http, reward_model),
     * the URL of a reward server (``HttpReward``),
     * or ``{function: ..., <argument>: <value>, ...}``.
 
@@ -95,9 +102,12 @@ class Functions(Environment):
     declare. Async functions run concurrently, in one event loop for all calls (``user_loop``).
 
     A function may return a ``Failure`` instead of a reward, which masks the sample, or a ``SpanReward`` with the
-    characters that the reward is about. Each call receives some of the
-    step's completions, and always all samples of a prompt. However, the samples of a failed call are retried
-    individually.
+    characters that the reward is about. Each call receives some of the step's completions, and always all samples of a
+    prompt. However, the samples of a failed call are retried individually.
+
+    A function of a family such as ``rubric/*`` returns a mapping from the ids of criteria to rewards for each
+    completion. A criterion without an entry has no reward. The row's column ``rubric`` may contain the weights
+    (``algorithms.rubrics``). A sample is masked if the function returns a criterion that this column does not have.
     """
 
     def __init__(self, options: Mapping[str, Any] | None = None):
@@ -127,20 +137,17 @@ class Functions(Environment):
         returned = {f.name: _call(f, batch) for f in self._functions if not f.is_async}
         if asynchronous := [f for f in self._functions if f.is_async]:
             returned.update(user_loop.run(_call_all(asynchronous, batch)))
-        rewards = {f.name: _values(f, returned[f.name], trajectories) for f in self._functions}
+        rewards = [_values(f, returned[f.name], trajectories) for f in self._functions]
         metrics = log.metrics()
         verdicts = []
         for row in range(len(trajectories)):
-            values = {name: rewards[name][row] for name in self.reward_names}
+            values: dict[str, Value] = {}
+            for of_function in rewards:
+                values |= of_function[row]
             verdicts.append(self._verdict(values, log.extra(row), metrics))
         return verdicts
 
-    def _verdict(
-        self,
-        rewards: Mapping[str, float | Failure | SpanReward | None],
-        extra: Mapping[str, Any],
-        metrics: Mapping[str, float],
-    ) -> Verdict:
+    def _verdict(self, rewards: Mapping[str, Value], extra: Mapping[str, Any], metrics: Mapping[str, float]) -> Verdict:
         failed = []
         spans = {}
         given: dict[str, float | None] = {}
@@ -171,6 +178,8 @@ def _load(name: str, entry: Any) -> _RewardFunction:
         raise ConfigError(f"functions.{name}: {reference} is not callable")
     if inspect.isclass(call):
         _check_arguments(name, reference, arguments, parameters_of(call))
+        if reference == "http":
+            arguments["criteria"] = is_family(name)
         call = _instantiate(name, reference, call, arguments)
         arguments = {}
     known = parameters_of(call)
@@ -255,23 +264,57 @@ async def _call_all(functions: Sequence[_RewardFunction], batch: _Batch) -> dict
     return {function.name: value for function, value in zip(functions, returned)}
 
 
-def _values(
-    function: _RewardFunction, returned: Any, trajectories: Sequence[Trajectory]
-) -> list[float | Failure | SpanReward | None]:
+def _values(function: _RewardFunction, returned: Any, trajectories: Sequence[Trajectory]) -> list[dict[str, Value]]:
     try:
         values = list(returned)
     except Exception:
         raise RunError(f"{function} must return a list of rewards, not {type(returned).__name__}") from None
     if len(values) != len(trajectories):
         raise RunError(f"{function} returned {len(values)} rewards for {len(trajectories)} completions")
-    found: list[float | Failure | SpanReward | None] = []
+    found = []
     for value, t in zip(values, trajectories):
         subject = f"the value of {function} for sample {t.sample_index} of prompt {t.prompt.id}"
-        if isinstance(value, SpanReward):
-            found.append(replace(value, value=reward_value(value.value, subject)))
-        else:
-            found.append(value if isinstance(value, Failure) else reward_value(value, subject))
+        found.append(component_values(function.name, value, subject, t.prompt.fields))
     return found
+
+
+def component_values(name: str, value: Any, subject: str, fields: Mapping[str, Any]) -> dict[str, Value]:
+    """Check the value that a reward function returned for a completion, and return its values by component.
+
+    A value of a family is a mapping from the ids of criteria to values, or None. If the row's rubric does not have one
+    of these criteria, the value is a ``Failure``.
+
+    Args:
+        name: component, or family of components.
+        subject: description of the value, for error messages.
+        fields: columns of the row.
+
+    Raises:
+        RunError: if the value is invalid. The message begins with ``subject``.
+    """
+    if isinstance(value, Failure) or not is_family(name):
+        return {name: _value(value, subject)}
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise RunError(f"{subject} must be a mapping from the ids of criteria to rewards, not {type(value).__name__}")
+    found: dict[str, Value] = {}
+    for key, given in value.items():
+        component = member(name, str(key))
+        if family_of(component, (name,)) is None:
+            raise RunError(f"{subject} has the invalid id {str(key)!r:.40}")
+        found[component] = _value(given, f"{subject}, criterion {str(key)!r:.40},")
+    try:
+        criteria_of(fields, found)
+    except ConfigError as error:
+        return {name: Failure(str(error))}
+    return found
+
+
+def _value(value: Any, subject: str) -> Value:
+    if isinstance(value, SpanReward):
+        return replace(value, value=reward_value(value.value, subject))
+    return value if isinstance(value, Failure) else reward_value(value, subject)
 
 
 REFUSED = {

@@ -14,11 +14,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from gdpo_nemo.algorithms.rubrics import is_family
 from gdpo_nemo.data.records import Outcome, Prompt
 from gdpo_nemo.data.replies import Reply, message_of
-from gdpo_nemo.environments.base import Environment, read_options, reward_value
+from gdpo_nemo.environments.base import Environment, Failure, read_options, reward_value
 from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
 from gdpo_nemo.environments.http_client import LoopThread
+from gdpo_nemo.environments.tasks.reward_functions import Value, component_values
 from gdpo_nemo.environments.tasks.tools import (
     MALFORMED,
     check_no_tools,
@@ -89,6 +91,7 @@ class ToolClass(Environment):
         self._limit_s = float(chosen.time_limit_s)
         self._rounds: int | None = chosen.max_tool_calling_iterations
         self.reward_names = tuple(self._functions)
+        self._unscored: dict[str, None] = {name: None for name in self._functions if not is_family(name)}
         self._schemas: list[dict[str, Any]] | None = None
         self._loop = LoopThread("tool_class")
         self._slots = asyncio.Semaphore(_THREADS)
@@ -151,7 +154,7 @@ class ToolClass(Environment):
             return EpisodeReply(outcome=Outcome.ENV_FAILED, detail=str(error))
         state = secrets.token_bytes(16)
         self._played[state] = _EpisodeState(player, prompt, self._rounds)
-        return EpisodeReply(state, _prompt(prompt, reset_text), dict.fromkeys(self.reward_names))
+        return EpisodeReply(state, _prompt(prompt, reset_text), self._unscored)
 
     async def _step(self, state: bytes, reply: Reply) -> EpisodeReply:
         played = self._played[state]
@@ -163,7 +166,7 @@ class ToolClass(Environment):
             return await self._end(state)
         if played.turns_left is not None:
             played.turns_left -= 1
-        return EpisodeReply(state, answers, dict.fromkeys(self.reward_names))
+        return EpisodeReply(state, answers, self._unscored)
 
     async def _run_in_thread[T](self, call: Callable[[], T]) -> T:
         """Run a call in a thread and return its result. Raises TimeoutError after the time limit."""
@@ -191,11 +194,19 @@ class ToolClass(Environment):
     async def _end(self, state: bytes) -> EpisodeReply:
         """Compute the rewards of an episode. Raises RunError if a function raises or returns an invalid value."""
         played = self._played[state]
-        rewards = await self._run_in_thread(
-            lambda: {name: _reward(name, f, played, self._limit_s) for name, f in self._functions.items()}
-        )
+        values = await self._run_in_thread(lambda: self._score(played))
         self.abandon(state)
+        for name, value in values.items():
+            if isinstance(value, Failure):
+                return EpisodeReply(outcome=Outcome.ENV_FAILED, detail=f"{name}: {value.detail}")
+        rewards = {name: reward_value(value, f"reward {name!r}") for name, value in values.items()}
         return EpisodeReply(rewards=rewards, done=True)
+
+    def _score(self, played: _EpisodeState) -> dict[str, Value]:
+        found: dict[str, Value] = {}
+        for name, function in self._functions.items():
+            found |= _rewards(name, function, played, self._limit_s)
+        return found
 
 
 class _ResetFailed(Exception):
@@ -256,7 +267,8 @@ def _prompt(prompt: Prompt, reset_text: Any) -> Any:
     return [*before, {**last, "content": f"{last['content']}{reset_text}"}]
 
 
-def _reward(name: str, function: Callable[..., Any], played: _EpisodeState, limit_s: float) -> float | None:
+def _rewards(name: str, function: Callable[..., Any], played: _EpisodeState, limit_s: float) -> dict[str, Value]:
+    """Return the rewards of one function by component: one, or one for each criterion of a family."""
     prompt = played.prompt
     arguments: dict[str, Any] = {key: [value] for key, value in prompt.fields.items() if key != "tools"}
     prompt_content = prompt.text if prompt.messages is None else list(map(dict, prompt.messages))
@@ -269,4 +281,5 @@ def _reward(name: str, function: Callable[..., Any], played: _EpisodeState, limi
             [value] = _awaited(function(**arguments), limit_s)
     except Exception as error:
         raise RunError(f"reward function {name!r} raised {first_line(error)}") from error
-    return reward_value(value, f"the value of reward function {name!r} for prompt {prompt.id}")
+    subject = f"the value of reward function {name!r} for prompt {prompt.id}"
+    return component_values(name, value, subject, prompt.fields)

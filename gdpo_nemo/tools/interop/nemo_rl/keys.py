@@ -12,6 +12,7 @@ from gdpo_nemo.tools.interop.nemo_rl import algorithms
 from gdpo_nemo.tools.interop.nemo_rl.algorithms import of_validation
 from gdpo_nemo.tools.interop.nemo_rl.gym import uses_gym
 from gdpo_nemo.tools.interop.nemo_rl.more_keys import DATA, GENERATION, REST, variable_rules
+from gdpo_nemo.tools.interop.nemo_rl.penalties import PENALTIES
 from gdpo_nemo.tools.interop.nemo_rl.recipe import Recipe
 from gdpo_nemo.tools.interop.translation import (
     Act,
@@ -164,7 +165,7 @@ GRPO = expanded([
     ("reward_scaling", required("gdpo.shaping")),
     ("seq_logprob_error_threshold", missing(
         "masking by log-prob error is not supported; loss_fn.off_policy can mask by ratio")),
-    ("*length_penalty*", missing("length penalties are not supported; define one in gdpo.shaping")),
+    ("length_penalty_*", missing("length penalties are not supported; define one in gdpo.shaping")),
     ("*_tool_call* *malformed_thinking*", missing("not translated; define an equivalent reward component")),
     ("*best_at_k*", missing("best-of-k objectives are not supported", 0, 1, 1.0)),
     ("*combined_training*", gated("grpo.use_combined_training", missing("combined objectives are not supported"))),
@@ -423,7 +424,7 @@ MEGATRON = _lora_rules(f"{_MEGATRON}.peft") + expanded(variable_rules(_MEGATRON)
      idle("affects only speed, storage or logs")),
 ], f"{_MEGATRON}.")  # fmt: skip
 
-RULES: list[tuple[str, Act]] = [*GRPO, *LOSS, *MEGATRON, *GENERATION, *POLICY, *DATA, *REST]
+RULES: list[tuple[str, Act]] = [*PENALTIES, *GRPO, *LOSS, *MEGATRON, *GENERATION, *POLICY, *DATA, *REST]
 """(key or pattern, rule)"""
 
 

@@ -268,8 +268,6 @@ REST = expanded([
     ("checkpointing.checkpoint_must_save_by checkpointing.ft_save_period checkpointing.model_save_format "
      "checkpointing.save_consolidated",
      idle("controls when and how NeMo-RL saves")),
-    ("reward_penalties.token_ids*", idle("applies only to the reward penalties, which are reported separately")),
-    ("reward_penalties.*", missing("define each penalty as a reward component")),
     ("on_policy_distillation.*", gated(
         "on_policy_distillation.enabled", missing("distillation is not supported in a GRPO run"))),
     ("on_policy_distillation", missing("distillation is not supported in a GRPO run")),

@@ -12,6 +12,7 @@ from gdpo_nemo.tools.interop.nemo_rl import gym
 from gdpo_nemo.tools.interop.nemo_rl.algorithms import actor_critic, from_rows, from_teacher
 from gdpo_nemo.tools.interop.nemo_rl.datasets import ENVIRONMENTS, components, env_name
 from gdpo_nemo.tools.interop.nemo_rl.keys import adapted
+from gdpo_nemo.tools.interop.nemo_rl.penalties import penalties
 from gdpo_nemo.tools.interop.nemo_rl.recipe import ALGORITHMS, Recipe
 from gdpo_nemo.tools.interop.translation import Findings
 
@@ -126,9 +127,11 @@ def _rewards(recipe: Recipe, findings: Findings) -> None:
             f"env.{env_name(recipe)}.math_verify_impl",
             "only the answer inside the answer tags is compared; NeMo-RL searches the whole completion",
         )
-    rules = [*_scaling(recipe, names), *_lengths(recipe, findings, names)]
+    shaping = [*_scaling(recipe, names), *_lengths(recipe, findings, names)]
+    rules, coefficients = penalties(recipe, findings, options, shaping)
+    rewards |= coefficients
     if rules:
-        findings.set("gdpo.shaping", rules, "from reward_scaling and reward_shaping")
+        findings.set("gdpo.shaping", rules, "from reward_scaling, reward_shaping and the penalties")
     workers = recipe.get(f"env.{env_name(recipe)}.num_workers")
     if workers:
         findings.set("rollout.env_workers", workers, f"env.{env_name(recipe)}.num_workers")
