@@ -21,7 +21,7 @@ from gdpo_nemo.algorithms import Advantages
 from gdpo_nemo.algorithms.loss_selection import is_import_path
 from gdpo_nemo.algorithms.noise import error_rates
 from gdpo_nemo.algorithms.rewards import rule_name
-from gdpo_nemo.algorithms.rubrics import restored
+from gdpo_nemo.algorithms.rubrics import criterion_id, restored
 from gdpo_nemo.algorithms.settings import PRESETS
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.objective_checks import check_recorded_advantages, kl_in_reward
@@ -32,6 +32,7 @@ from gdpo_nemo.observe.metrics import read_metrics
 from gdpo_nemo.observe.sample_columns import values_of
 from gdpo_nemo.observe.samples import read_columns, rollout_files
 from gdpo_nemo.rollouts.credit import TurnAdvantages, advantages_of, reward_columns
+from gdpo_nemo.rollouts.families import criterion_terms
 from gdpo_nemo.tools.interop.rollout_dumps import TRAINERS, read_dump
 from gdpo_nemo.utils.errors import ConfigError, nearest
 from gdpo_nemo.utils.files import real_path
@@ -39,6 +40,10 @@ from gdpo_nemo.utils.files import real_path
 _EQUAL = 1e-5
 """Tolerance for equal advantages, relative to the largest advantage and above differences caused by epsilon."""
 _PAIRS_SHOWN = 3
+_CRITERIA_SHOWN = 5
+"""Largest number of criteria that are shown of a group."""
+_LONGEST_CRITERION = 50
+"""Number of characters that are shown of a criterion."""
 _COLUMNS = (
     "prompt_id", "sample_index", "environment", "prompt", "completion", "rewards", "outcome", "finish_reason",
     "policy_version", "prompt_ids", "completion_ids", "logprobs", "turns", "loss_mask", "advantage", "turn_tokens",
@@ -153,6 +158,7 @@ def _explanation(
     by_interest = sorted(range(len(groups)), key=lambda g: (-len(step.collapsed_pairs(g)), -step.spread(g), g))
     for group_index in by_interest[:shown]:
         parts += [Text(""), _group_table(step, group_index), *(Text(line) for line in _pair_lines(step, group_index))]
+        parts += _criteria_tables(step, group_index)
     return Lines(*parts)
 
 
@@ -251,6 +257,7 @@ class _Step:
         columns = reward_columns(self.trajectories, config)
         self.weighted = [name for name, weight in config.gdpo.rewards.items() if weight]
         self.rewards = np.stack([columns[name] for name in self.weighted], axis=1)
+        self.criterion_terms = criterion_terms(self.advantages.criteria, self.trajectories, config.gdpo.group_by)
         self.columns = list(map(self.advantages.names.index, self.weighted))
         """Columns of the weighted components in ``terms``."""
         self._rows: list[range] = []
@@ -272,9 +279,19 @@ class _Step:
         pairs = []
         for i, j in combinations(trained, 2):
             has_equal_rewards = np.array_equal(self.rewards[i], self.rewards[j], equal_nan=True)
+            has_equal_rewards &= self._verdicts(i) == self._verdicts(j)
             if not has_equal_rewards and _same(self.summed, i, j) and not _same(self.values, i, j):
                 pairs.append((i, j))
         return pairs
+
+    def _verdicts(self, row: int) -> dict[str, float | None]:
+        """Return the rewards of a row's criteria, in which a missing reward is None."""
+        rewards = self.trajectories[row].rewards
+        found = {}
+        for name in self.trajectories[row].criteria:
+            value = rewards.get(name)
+            found[name] = None if value is None or np.isnan(value) else value
+        return found
 
 
 def _same(values: np.ndarray, i: int, j: int) -> bool:
@@ -368,6 +385,35 @@ def _group_table(step: _Step, group_index: int) -> Table:
         ends = [f"{step.values[i]:+.4f}", f"{step.summed[i]:+.4f}", str(trajectory.outcome)]
         table.add_row(str(trajectory.sample_index), *rewards, *terms, *ends)
     return table
+
+
+def _criteria_tables(step: _Step, group_index: int) -> list[RenderableType]:
+    """Return a table of the criteria with the largest terms in a group. Empty without criteria."""
+    rows = step.rows(group_index)
+    criteria = step.trajectories[rows.start].criteria
+    terms = {}
+    for name in criteria:
+        terms[name] = np.array([step.criterion_terms[i].get(name, 0.0) for i in rows])
+    order = sorted(criteria, key=lambda name: -np.abs(terms[name]).max())
+    if not order:
+        return []
+    table = Table(title=f"{min(len(order), _CRITERIA_SHOWN)} of {len(order)} criteria", title_justify="left")
+    for head in ("criterion", "weight", "required", "mean", "missing", "smallest term", "largest term"):
+        table.add_column(head, justify="left" if head == "criterion" else "right")
+    for name in order[:_CRITERIA_SHOWN]:
+        verdicts = [step.trajectories[i].rewards.get(name) for i in rows]
+        known = [value for value in verdicts if value is not None and not np.isnan(value)]
+        text = f"{criterion_id(name)}: {criteria[name].text}"
+        table.add_row(
+            Text(text if len(text) <= _LONGEST_CRITERION else f"{text[:_LONGEST_CRITERION]}..."),
+            f"{criteria[name].weight:g}",
+            "yes" if criteria[name].required else "",
+            f"{np.mean(known):.3f}" if known else "-",
+            str(len(rows) - len(known)),
+            f"{terms[name].min():+.3f}",
+            f"{terms[name].max():+.3f}",
+        )
+    return [table]
 
 
 def _pair_lines(step: _Step, group_index: int) -> list[str]:

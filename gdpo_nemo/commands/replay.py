@@ -195,7 +195,7 @@ def _compare_advantages(run_dir: Path, step: int, config: Config) -> tuple[float
             "step": step,
             "prompt_id": t.prompt.id,
             "sample": t.sample_index,
-            "rewards": {name: reward for name, reward in t.rewards.items() if reward is not None and reward == reward},
+            "rewards": {name: r for name, r in t.component_rewards.items() if r is not None and r == r},
             "advantage": float(recorded[i]),
             "instead": float(values[i]),
         }

@@ -126,7 +126,7 @@ ALGORITHMS = {
             Unused(
                 "gdpo.estimator gdpo.preset gdpo.constraints gdpo.schedules gdpo.weighting gdpo.batch_norm "
                 "gdpo.epsilon gdpo.options gdpo.noise gdpo.component_gradient_period gdpo.kl_in_reward gdpo.credit "
-                "gdpo.dynamic_sampling.enabled",
+                "gdpo.dynamic_sampling.enabled rollout.selection.enabled",
                 "with algorithm distillation, which computes advantages from the teacher",
             ),
         ),

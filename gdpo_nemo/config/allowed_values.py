@@ -28,6 +28,7 @@ SECTIONS_OFF: dict[str, tuple[str, int | str | bool | None]] = {
     "gdpo.dynamic_sampling": ("enabled", False),
     "loss_fn.off_policy": ("mode", "none"),
     "rollout.replay_buffer": ("groups", 0),
+    "rollout.selection": ("enabled", False),
     "rollout.endpoint": ("enabled", False),
     "checkpointing": ("enabled", False),
     "logger.tensorboard": ("enabled", False),

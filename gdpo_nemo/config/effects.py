@@ -201,7 +201,7 @@ EFFECTS: tuple[Effect, ...] = (
         "gdpo.stop_when gdpo.dynamic_sampling.enabled rollout.max_staleness "
         "rollout.group_timeout_s rollout.replay_buffer.groups "
         "rollout.function rollout.save_trainer_logprobs rollout.save_entropies rollout.save_groups "
-        "rollout.endpoint.enabled policy.router_replay",
+        "rollout.endpoint.enabled rollout.selection.enabled policy.router_replay",
         lambda c: spec_of(c).samples,
         "with an algorithm that does not sample",
     ),
@@ -288,6 +288,19 @@ EFFECTS: tuple[Effect, ...] = (
         "gdpo.dynamic_sampling.max_rerolls",
         lambda c: c.gdpo.dynamic_sampling.reroll_after > 0,
         "while gdpo.dynamic_sampling.reroll_after is 0",
+    ),
+    Effect(
+        "rollout.selection.variance_top_p",
+        lambda c: c.gdpo.dynamic_sampling.enabled,
+        "while gdpo.dynamic_sampling.enabled is false",
+    ),
+    Effect(
+        "rollout.selection.min_rate rollout.selection.memory rollout.selection.sources rollout.selection.difficulties",
+        lambda c: c.rollout.selection.enabled,
+        "while rollout.selection.enabled is false",
+    ),
+    Effect(
+        "rollout.selection.source", lambda c: bool(c.rollout.selection.sources), "without rollout.selection.sources"
     ),
     Effect(
         "rollout.replay_buffer.reuse rollout.replay_buffer.max_age",

@@ -87,6 +87,7 @@ _OPTIMIZER = f"{_MEGATRON}.optimizer"
 _SCHEDULER = f"{_MEGATRON}.scheduler"
 _PRECISION_AWARE = f"{_OPTIMIZER}.use_precision_aware_optimizer"
 _DYNAMIC = "gdpo.dynamic_sampling"
+_SELECTION = "rollout.selection"
 _REPLAYED = "rollout.replay_buffer.groups"
 
 REQUIREMENTS = (
@@ -290,12 +291,38 @@ REQUIREMENTS = (
         "whole, one at a time",
     ),
     Requires(
+        f"{_SELECTION}.variance_top_p",
+        lambda c: not c.rollout.max_staleness,
+        "requires rollout.max_staleness 0, got {c.rollout.max_staleness}; groups sampled ahead are not compared with "
+        "the other groups of their step",
+    ),
+    Requires(
+        f"{_SELECTION}.variance_top_p",
+        lambda c: not c.gdpo.dynamic_sampling.leave_one_out,
+        "conflicts with gdpo.dynamic_sampling.leave_one_out, which drops samples instead of groups",
+    ),
+    Requires(
+        f"{_SELECTION}.variance_top_p",
+        lambda c: c.gdpo.group_by == "row",
+        "requires gdpo.group_by row, because it compares the samples of one row",
+    ),
+    Requires(
+        f"{_SELECTION}.enabled",
+        lambda c: c.gdpo.num_generations_per_prompt > 1,
+        "requires groups of at least two samples (gdpo.num_generations_per_prompt), because one sample never varies",
+    ),
+    Requires(
+        f"{_SELECTION}.enabled",
+        lambda c: not c.gdpo.dynamic_sampling.reroll_after,
+        "conflicts with gdpo.dynamic_sampling.reroll_after, because both decide when a prompt is sampled again",
+    ),
+    Requires(
         f"{_DYNAMIC}.enabled",
         lambda c: c.gdpo.num_generations_per_prompt > 1,
         "would drop every group, because groups have only one sample (gdpo.num_generations_per_prompt)",
     ),
     Requires(
-        f"{_DYNAMIC}.enabled {_REPLAYED}",
+        f"{_DYNAMIC}.enabled {_SELECTION}.enabled {_REPLAYED}",
         lambda c: not c.gdpo.constraints,
         "conflicts with gdpo.constraints, because the mean of the trained samples would not be the mean of all samples",
     ),

@@ -6,12 +6,16 @@ from __future__ import annotations
 import ast
 import importlib.util
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 from gdpo_nemo.config.layout import validations
 from gdpo_nemo.config.schema import Config, GdpoConfig, RolloutConfig
 from gdpo_nemo.config.sections import GenerationConfig
 from gdpo_nemo.utils.errors import ConfigError, nearest
+
+DIFFICULTIES = ("new", "hard", "medium", "easy")
+"""Difficulties of prompts in ``rollout.selection.difficulties``."""
 
 
 def admission_bound(groups: int, steps_ahead: int, window: int) -> int:
@@ -132,6 +136,20 @@ def check_rollout_bounds(config: Config) -> None:
     _check_window(config)
     _check_depth(config)
     _check_valid(config)
+    _check_difficulties(config.rollout.selection.difficulties)
+
+
+def _check_difficulties(quotas: Mapping[str, float]) -> None:
+    key = "rollout.selection.difficulties"
+    for name in quotas:
+        if name not in DIFFICULTIES:
+            raise ConfigError(f"{key}: unknown difficulty {name!r}{nearest(name, DIFFICULTIES)}")
+    missing = [name for name in DIFFICULTIES if name not in quotas]
+    if quotas and missing:
+        raise ConfigError(
+            f"{key}: lacks {', '.join(missing)}; a difficulty without a quota would never be sampled, so list all of "
+            f"{', '.join(DIFFICULTIES)}"
+        )
 
 
 def _check_window(config: Config) -> None:

@@ -271,6 +271,35 @@ class ReplayBufferConfig:
 
 
 @dataclass
+class SelectionConfig:
+    """Selection of prompts and groups whose reward components vary within their group. Other groups train nothing."""
+
+    enabled: bool = False
+    """Sample a prompt less often if its components were constant in its last groups. The probability of a prompt that
+    is next in the order is the mean of its components' running shares of varying groups, weighted by the absolute
+    weights in gdpo.rewards. A prompt that was not sampled yet has probability 1. gdpo.max_num_epochs then counts
+    sampled prompts: the run samples as many prompts as without selection."""
+    min_rate: Annotated[float, Range(above=0, most=1)] = 0.05
+    """Minimum probability of a prompt, so that every prompt is sampled again."""
+    memory: Annotated[float, Range(0, below=1)] = 0.25
+    """Weight of the earlier groups of a prompt in its running shares and mean rewards. 0: only the last group
+    counts."""
+    source: str = "environment"
+    """Column of the training rows that contains the name of the row's source, for `sources`. environment: the
+    environment that verifies the row."""
+    sources: Annotated[dict[str, float], Range(above=0)] = field(default_factory=dict)
+    """Quotas: share of each source in the sampled prompts, `{gsm8k: 2, math: 1}`, divided by their sum. All sources of
+    the training rows must be listed. Empty: as in the data, after selection."""
+    difficulties: Annotated[dict[str, float], Range(above=0)] = field(default_factory=dict)
+    """Quotas: share of each difficulty in the sampled prompts of a source: new (not sampled yet), hard, medium and
+    easy, divided by their sum. The last three are thirds of the range of the weighted mean reward. A difficulty without
+    prompts gives its share to the others. Empty: no quotas."""
+    variance_top_p: Annotated[float | None, Range(above=0, most=1)] = None
+    """Train only groups that belong to the fewest groups with this share of the variance within groups, for at least
+    one component (RAGEN-2, per component). gdpo.dynamic_sampling replaces the other groups. Null: no limit."""
+
+
+@dataclass
 class RolloutConfig:
     """Scheduling of rollouts, timeouts, and files with samples."""
 
@@ -296,6 +325,7 @@ class RolloutConfig:
     min_valid: Annotated[float, Range(above=0, most=1)] = 0.5
     """Fraction of a group's samples that must have a reward when group_timeout_s expires. A group in which fewer
     samples have a reward is dropped."""
+    selection: SelectionConfig = field(default_factory=SelectionConfig)
     replay_buffer: ReplayBufferConfig = field(default_factory=ReplayBufferConfig)
     max_env_failure_share: Annotated[float, Range(0, 1)] = 0.2
     """Maximum fraction of a step's samples that may fail in the environment. The run stops if a larger fraction fails.

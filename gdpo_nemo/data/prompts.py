@@ -84,7 +84,8 @@ class PromptSource:
         texts = self._read(rows, verifiers, dataset)
         self.fingerprint = _fingerprint(rows, texts, self.environment)
         """SHA-256 of all rows in order, including skipped rows, to detect changed data."""
-        self._order = lru_cache(maxsize=2)(self._draw_order)
+        self.order = lru_cache(maxsize=2)(self._draw_order)
+        """Function that returns the indices of the prompts of an epoch, in order: int64 [prompts]."""
 
     def _read(self, rows: list[Row], verifiers: Sequence[str], dataset: DatasetConfig) -> list[str]:
         """Fill ``_prompts`` and ``refused``. Return the prompt text of every row, including skipped rows."""
@@ -133,7 +134,7 @@ class PromptSource:
         prompts: list[Prompt] = []
         for index in range(position, position + n):
             epoch, offset = divmod(index, len(self))
-            prompts.append(self._prompts[self._order(epoch)[offset]])
+            prompts.append(self._prompts[self.order(epoch)[offset]])
         return with_unique_ids(prompts)
 
     def head(self, n: int | None = None) -> list[Prompt]:

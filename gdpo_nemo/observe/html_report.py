@@ -6,6 +6,7 @@ A separate process redraws the report during the run.
 from __future__ import annotations
 
 import base64
+import json
 import math
 import os
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from gdpo_nemo.algorithms.rubrics import restored, with_scores
 from gdpo_nemo.observe.console import facts, number, reward_table
 from gdpo_nemo.observe.metric_registry import about_of, title_of
 from gdpo_nemo.observe.metrics import History, read_metrics
@@ -27,7 +29,7 @@ from gdpo_nemo.utils.files import real_path, remove_partial_files, write_whole
 
 FILE = "report.html"
 _MOST_CHARACTERS = 4000
-_SHOWN = ("prompt", "completion", "rewards", "advantage", "outcome")
+_SHOWN = ("prompt", "completion", "rewards", "criteria", "advantage", "outcome")
 """Columns of the sample files that the report shows."""
 
 
@@ -156,7 +158,8 @@ def _shown(step: int, group: list[dict[str, Any]]) -> Shown:
 
 
 def _result(record: dict[str, Any]) -> str:
-    rewards = ", ".join(f"{name} {_value(value)}" for name, value in record["rewards"].items())
+    scores = with_scores(record["rewards"], restored(json.loads(record["criteria"] or "{}")))
+    rewards = ", ".join(f"{name} {_value(value)}" for name, value in scores.items())
     advantage = record.get("advantage")
     return rewards + ("" if advantage is None else f"; advantage {advantage:+.3f}") + f"; {record['outcome']}"
 

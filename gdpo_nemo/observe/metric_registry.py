@@ -255,6 +255,6 @@ def _alias(key: str, program: str) -> str | None:
     if key in table or key in _NO_COMPONENTS:
         return table.get(key)
     for pattern, name in table.items():
-        if NAME in pattern and (match := re.fullmatch(re.escape(pattern).replace(NAME, "([^/]+)"), key)):
+        if NAME in pattern and (match := re.fullmatch(re.escape(pattern).replace(NAME, r"([^/]+(?:/\*)?)"), key)):
             return name.replace(NAME, match[1])
     return None

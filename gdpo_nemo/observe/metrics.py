@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from gdpo_nemo.algorithms.rubrics import is_family
 from gdpo_nemo.observe.run_files import is_step, read_lines, shown_row
 from gdpo_nemo.utils.errors import RunError
 from gdpo_nemo.utils.files import parse_json
@@ -155,7 +156,7 @@ class History:
                     names[key[len("validation/") :]] = None
         names.pop("total", None)
         measured = [n for n in names if self.curve(f"reward/{n}/mean")[0]]
-        return measured or [n for n in names if "/" not in n]
+        return measured or [n for n in names if "/" not in n or is_family(n)]
 
     def curve(self, key: str) -> tuple[list[int], list[float]]:
         """Return steps and values of one metric, from the rows that contain the metric."""

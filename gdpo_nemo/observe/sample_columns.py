@@ -62,7 +62,7 @@ SCHEMA = pa.schema(
 * ``position`` is the prompt index of the group in the run, or -1 if unknown.
 * ``spans`` lists the weight versions that generated the policy's tokens, with the number of tokens of each version.
 * ``extra`` is JSON.
-* ``terms`` contains each component's contribution to the advantage.
+* ``terms`` contains each component's contribution to the advantage, and that of each criterion of a family.
 * ``turn_tokens``, ``turn_rewards`` (JSON, one mapping per turn) and ``turn_advantages`` are set only for trajectories
   of several turns. ``turn_advantages`` also requires ``gdpo.credit: turn``. In this case, ``advantage`` is the mean of
   the turns' advantages over the tokens.
@@ -114,7 +114,7 @@ def table_of(groups: Sequence[Group], values: SampleValues = NO_VALUES) -> pa.Ta
     unknown = [None] * count
     computed = {
         "advantage": unknown if values.advantages is None else np.asarray(values.advantages, np.float64).tolist(),
-        "terms": _term_rows(values.terms, count),
+        "terms": _term_rows(values, count),
         "trainer_logprobs": unknown if values.trainer_logprobs is None else values.trainer_logprobs,
         "turn_advantages": unknown if values.turn_advantages is None else values.turn_advantages,
         "entropies": unknown if values.entropies is None else values.entropies,
@@ -302,13 +302,17 @@ def _maps(rows: Sequence[Mapping[str, float | None] | None]) -> pa.Array:
     return pa.MapArray.from_arrays(offsets, pa.array(names, pa.string()), pa.array(items, pa.float64()))
 
 
-def _term_rows(terms: Mapping[str, np.ndarray] | None, count: int) -> Sequence[Mapping[str, float] | None]:
+def _term_rows(values: SampleValues, count: int) -> Sequence[Mapping[str, float] | None]:
+    terms = values.terms
     if terms is None:
         return [None] * count
     if not terms:
         return [{}] * count
-    columns = [np.asarray(values, np.float64).tolist() for values in terms.values()]
-    return [dict(zip(terms, row)) for row in zip(*columns)]
+    columns = [np.asarray(column, np.float64).tolist() for column in terms.values()]
+    rows = [dict(zip(terms, row)) for row in zip(*columns)]
+    for row, of_criteria in zip(rows, values.criterion_terms or ()):
+        row.update(of_criteria)
+    return rows
 
 
 def _json(values: Sequence[Any]) -> pa.Array:

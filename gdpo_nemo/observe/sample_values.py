@@ -19,6 +19,8 @@ class SampleValues:
     """For each trajectory, log-probs from the trainer. Shape: [completion tokens]. None if unknown."""
     terms: Mapping[str, np.ndarray] | None = None
     """Weighted contribution of each component to the advantages. Shape: [trajectories]."""
+    criterion_terms: Sequence[Mapping[str, float]] | None = None
+    """For each trajectory, weighted contribution of each criterion of its rubrics to the advantages, by component."""
     turn_advantages: Sequence[np.ndarray] | None = None
     """For each trajectory, advantages of its turns, with ``gdpo.credit: turn``. Shape: [turns]."""
     entropies: Sequence[np.ndarray | None] | None = None

@@ -570,6 +570,14 @@ class TurnAdvantages:
         """Weighted term of each component, averaged like ``values``. Shape: float64 [trajectories, components]."""
         return self._means(self.of_turns.components)
 
+    @property
+    def criteria(self) -> dict[str, np.ndarray]:
+        """Weighted terms of each family's criteria, averaged like ``values``. Shape: float64 [trajectories, slots]."""
+        import torch
+
+        terms = self.of_turns.criteria
+        return {name: self._means(torch.from_numpy(of_turns)).numpy() for name, of_turns in terms.items()}
+
     @cached_property
     def by_turn(self) -> list[np.ndarray]:
         """Advantages of the turns of each trajectory. Shape: float64 [turns]."""

@@ -111,7 +111,9 @@ def _factors(group: Group, criteria: Mapping[str, Criterion], runner: RuleRunner
     factors: dict[str, float] = {}
     for family in dict.fromkeys(map(family_name, criteria)):
         weights = {name: criterion.weight for name, criterion in criteria.items() if family_name(name) == family}
-        rewards = {name: np.array([t.rewards.get(name) for t in trained], np.float64) for name in weights}
+        rewards = {}
+        for name in weights:
+            rewards[name] = np.array([t.rewards.get(name) for t in trained], np.float64)
         factors |= runner.criterion_factors(step, RowRewards(group.prompt.id, weights, rewards))
     return factors
 
@@ -155,6 +157,22 @@ def _family(
         np.array([factors[key] for key in keys]).T,
         [components[key] for key in keys],
     )
+
+
+def criterion_terms(
+    terms: Mapping[str, np.ndarray], trajectories: Sequence[Trajectory], group_by: str
+) -> list[dict[str, float]]:
+    """Return the terms of each trajectory's criteria, by component.
+
+    Args:
+        terms: terms of each family's criteria (``Advantages.criteria``): float64 [trajectories, slots].
+        group_by: value of ``gdpo.group_by``.
+    """
+    found: list[dict[str, float]] = [{} for _ in trajectories]
+    for name, family in families_of(trajectories, group_by).items():
+        for own, trajectory, names, row in zip(found, trajectories, family.names, terms[name].tolist()):
+            own.update(pair for pair in zip(names, row) if pair[0] in trajectory.criteria)
+    return found
 
 
 def slots_of(columns: Mapping[str, np.ndarray], families: Mapping[str, Family]) -> dict[str, np.ndarray]:

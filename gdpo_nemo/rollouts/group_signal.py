@@ -20,7 +20,8 @@ from gdpo_nemo.config.schema import Config, GdpoConfig
 from gdpo_nemo.data.records import Group, Prompt, trajectories_of
 from gdpo_nemo.rollouts.credit import advantages_of, reward_columns
 from gdpo_nemo.rollouts.group_maker import MadeGroup
-from gdpo_nemo.rollouts.ledger import LATE, NO_SIGNAL
+from gdpo_nemo.rollouts.ledger import LATE, LOW_VARIANCE, NO_SIGNAL
+from gdpo_nemo.rollouts.prompt_pools import is_constant
 
 
 def has_signal(group: Group, config: Config, siblings: Sequence[Group] = ()) -> bool:
@@ -109,7 +110,8 @@ def split_groups(
 ) -> tuple[list[Group], list[Group]]:
     """Split the verified groups of a synchronous step into groups to train and rejected groups.
 
-    Late groups are rejected. Dynamic sampling also rejects samples without a training signal.
+    Late groups are rejected. Dynamic sampling also rejects samples without a training signal, and
+    ``rollout.selection.variance_top_p`` groups with little variance.
 
     Args:
         before: groups that earlier rounds of the step selected for training.
@@ -118,6 +120,8 @@ def split_groups(
     retained: list[Group] = []
     rejected: list[Group] = []
     batch = [*before, *(made_group.group for made_group in made if not is_late(made_group, config))]
+    top_p = config.rollout.selection.variance_top_p
+    varied = positions_of(batch) if top_p is None else top_variance(batch, config, top_p)
     for made_group in made:
         group = made_group.group
         part: Group | None = group
@@ -128,10 +132,61 @@ def split_groups(
             part = part_with_signal(group, config, siblings_of(group, batch, config.gdpo))
             if part is None:
                 reasons[group.position] = NO_SIGNAL
+            elif group.position not in varied:
+                part = None
+                reasons[group.position] = LOW_VARIANCE
         with_signal, without_signal = split_group(group, part)
         retained += with_signal
         rejected += without_signal
     return retained, rejected
+
+
+def top_variance(groups: Sequence[Group], config: Config, share: float) -> set[int]:
+    """Select the groups that hold most of the variance within groups, for at least one component.
+
+    The groups of a component are the fewest groups whose variances add up to ``share`` of the sum over all groups. The
+    result is their union over the components with a weight. A family of criteria counts as one component.
+
+    Source: SNR-aware filtering with top-p (RAGEN-2, arXiv 2604.06268), which uses the variance of the total reward.
+
+    Returns:
+        The prompt indices of the selected groups.
+    """
+    columns: dict[str, list[float]] = {name: [] for name, weight in config.gdpo.rewards.items() if weight}
+    for group in groups:
+        samples = [t for t in group.trajectories if t.trains]
+        rewards = reward_columns(samples, config) if samples else {}
+        for name, variances in columns.items():
+            values = rewards.get(name, np.zeros(0))
+            values = values[~np.isnan(values)]
+            variances.append(0.0 if not len(values) or is_constant(values) else float(values.var()))
+    selected: set[int] = set()
+    for variances in columns.values():
+        selected.update(groups[index].position for index in fewest(np.array(variances), share))
+    return selected
+
+
+def fewest(values: np.ndarray, share: float) -> list[int]:
+    """Return the indices of the fewest values that add up to ``share`` of the sum. Of equal values, the first is
+    chosen.
+
+    Args:
+        values: float64 [values], 0 or more. A value of 0 is never chosen.
+        share: more than 0, at most 1.
+    """
+    order = np.argsort(-values, kind="stable")
+    mass = np.cumsum(values[order])
+    if not len(values) or mass[-1] <= 0:
+        return []
+    # The first sum that reaches the share; the sums after the last positive value are equal.
+    count = 1 + int(np.searchsorted(mass, share * mass[-1]))
+    chosen: list[int] = order[:count].tolist()
+    return chosen
+
+
+def positions_of(groups: Iterable[Group]) -> set[int]:
+    """Return the prompt indices of the groups."""
+    return {group.position for group in groups}
 
 
 class InFlight:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -15,7 +15,9 @@ from gdpo_nemo.config.rollout_checks import (
     resolved_window,
 )
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.data.prompts import PromptSource
 from gdpo_nemo.data.records import Group
+from gdpo_nemo.rollouts.prompt_pools import PromptPools, Signals, signals_of
 from gdpo_nemo.rollouts.replay_buffer import Load, ReplayBuffer
 
 
@@ -220,12 +222,14 @@ class Ledger:
 
 
 NO_SIGNAL = "no signal"
+LOW_VARIANCE = "low variance"
 LATE = "late"
 SURPLUS = "surplus"
 """Reasons for dropping a prompt index.
 
-``NO_SIGNAL``: gdpo.dynamic_sampling found no training signal in its group. ``SURPLUS``: the batch was full without its
-group. ``LATE``: fewer than rollout.min_valid of its samples finished in time.
+``NO_SIGNAL``: gdpo.dynamic_sampling found no training signal in its group. ``LOW_VARIANCE``: its group is not among
+those of rollout.selection.variance_top_p. ``SURPLUS``: the batch was full without its group. ``LATE``: fewer than
+rollout.min_valid of its samples finished in time.
 """
 _UNBOUNDED = 2**30
 
@@ -254,9 +258,10 @@ class PromptTracker:
     Args:
         at: progress of the run, from the checkpoint.
         load: function that reads groups of earlier steps from the run folder.
+        prompts: training prompts, for ``rollout.selection``.
     """
 
-    def __init__(self, config: Config, at: RunPosition, load: Load):
+    def __init__(self, config: Config, at: RunPosition, load: Load, prompts: PromptSource):
         saved = at.ledger
         start = LedgerState.of(saved, at.position)
         exact = config.rollout.max_staleness == 0
@@ -278,8 +283,17 @@ class PromptTracker:
         """Number of prompt indices whose groups were trained or dropped."""
         dynamic = config.gdpo.dynamic_sampling
         after = dynamic.reroll_after if dynamic.enabled else 0
-        self._deal = PromptDeal(after, dynamic.max_rerolls, DealState.of(saved.get("deal", {}), start.position))
-        self._rerolls = after > 0
+        deal = DealState.of(saved.get("deal", {}), start.position)
+        self._pools: PromptPools | None = None
+        draw = None
+        if config.rollout.selection.enabled:
+            self._pools = PromptPools(config, prompts, saved.get("pools"), deal.next_place)
+            draw = self._pools.draw
+        self._deal = PromptDeal(after, dynamic.max_rerolls, deal, draw)
+        self._deals = after > 0 or self._pools is not None
+        """True if the dataset row of a prompt index depends on earlier groups."""
+        self._signals: dict[int, Signals] = {}
+        """Signals of the outstanding groups that are verified, by prompt index."""
         section = config.rollout.replay_buffer
         self._reuse_count = section.groups
         self._buffer = ReplayBuffer(section.reuse, section.max_age, config.run.seed)
@@ -306,7 +320,9 @@ class PromptTracker:
         positions = sorted({group.position for group in trained})
         self.ledger.trained(positions)
         self.consumed += len(positions)
-        if self._rerolls:
+        for position in positions:
+            self._learn(position)
+        if self._deals:
             self._deal.done(positions)
         self._step = step
         if self._reuse_count:
@@ -325,7 +341,7 @@ class PromptTracker:
     def admit(self, version: int, most: int) -> list[tuple[int, int]]:
         """Admit prompt indices as ``Ledger.admit`` does. Returns (prompt index, dataset row of its prompt) pairs."""
         admitted = self.ledger.admit(version, most)
-        if not self._rerolls:
+        if not self._deals:
             return [(position, position) for position in admitted]
         return [(position, self._deal.deal(position, self._step)) for position in admitted]
 
@@ -333,16 +349,38 @@ class PromptTracker:
         """Drop a prompt index."""
         self.ledger.drop(position, reason)
         self.consumed += 1
-        if self._rerolls and reason == NO_SIGNAL:
+        self._learn(position)
+        if self._deals and reason == NO_SIGNAL:
             self._deal.no_signal(position, self._step)
-        elif self._rerolls:
+        elif self._deals:
             self._deal.done([position])
+
+    def observe(self, group: Group, config: Config) -> None:
+        """Note the signals of a verified group, which ``rollout.selection`` uses once the group is trained or dropped.
+
+        Args:
+            config: config with the weights in force in ``gdpo.rewards``.
+        """
+        if self._pools is not None and (signals := signals_of(group, config)):
+            self._signals[group.position] = signals
+
+    def _learn(self, position: int) -> None:
+        """Update the pools with the signals of a prompt index that is trained or dropped."""
+        signals = self._signals.pop(position, None)
+        if self._pools is not None and signals is not None:
+            self._pools.update(self._pools.index(self._deal.row(position)), signals)
+
+    def measure(self) -> dict[str, float]:
+        """Return the metrics of ``rollout.selection`` since the last call."""
+        return {} if self._pools is None else self._pools.measure()
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint as a dictionary of plain values."""
         state = asdict(self.ledger.state())
-        if self._rerolls:
+        if self._deals:
             state["deal"] = asdict(self._deal.state())
+        if self._pools is not None:
+            state["pools"] = self._pools.state()
         if self._reuse_count:
             state["replay_buffer"] = self._buffered
         return state
@@ -385,14 +423,22 @@ class PromptDeal:
         after: number of steps between a group without a training signal and its reroll. 0 disables rerolls.
         most: maximum number of rerolls per prompt and epoch.
         start: state to resume from, or None for the beginning of a run.
+        draw: function that chooses the next dataset row, or None to use the rows in order.
     """
 
-    def __init__(self, after: int = 0, most: int = 1, start: DealState | None = None):
+    def __init__(
+        self,
+        after: int = 0,
+        most: int = 1,
+        start: DealState | None = None,
+        draw: Callable[[], int] | None = None,
+    ):
         if after < 0 or most < 1:
             raise ValueError(f"after {after} must be 0 or more, and most {most} at least 1")
         start = start or DealState()
         self.after = after
         self.most = most
+        self._draw = draw
         self._next = start.next_place
         self._again = start.again
         self._dealt = {position: (row, rerolls) for position, row, rerolls in start.dealt}
@@ -408,10 +454,17 @@ class PromptDeal:
             if self._due and self._due[0][0] <= step:
                 _, row, rerolls = self._due.pop(0)
                 self._again += 1
+            elif self._draw is not None:
+                row, rerolls = self._draw(), 0
+                self._next = max(self._next, row + 1)
             else:
                 row, rerolls = self._next, 0
                 self._next += 1
             self._dealt[position] = (row, rerolls)
+        return self._dealt[position][0]
+
+    def row(self, position: int) -> int:
+        """Return the dataset row of an outstanding prompt index."""
         return self._dealt[position][0]
 
     def no_signal(self, position: int, step: int) -> bool:

@@ -12,7 +12,7 @@ The trainer's thread calls the public methods, which block. Tasks run on the eve
     train, publish weights, schedule(step + 1), ledger() if a checkpoint is due
 
     index, staleness > 0:  WAITING ─► DRAWING ─► READY ─► trained;  DRAWING ─► dropped (late, no signal)
-    index, staleness 0:    WAITING ─► READY ─► trained, or dropped (late, no signal, surplus)
+    index, staleness 0:    WAITING ─► READY ─► trained, or dropped (late, no signal, low variance, surplus)
 
 * The trainer waits in ``get_batch`` for P ready groups. The trainer gets None if too few prompts are left for a batch.
 * A group first waits for an engine with room and with weights at least as new as at the group's admission. Then the
@@ -121,7 +121,7 @@ class RolloutScheduler(BatchStream):
             tuple(generation.stop_strings),
         )
         self._groups = config.gdpo.num_prompts_per_step
-        self._tracker = PromptTracker(config, at, partial(read_trained_groups, Path(config.run.dir)))
+        self._tracker = PromptTracker(config, at, partial(read_trained_groups, Path(config.run.dir)), prompts)
         self._ledger = self._tracker.ledger
         self._first = (at.step, self._tracker.consumed)
         self._step = at.step
@@ -350,6 +350,8 @@ class RolloutScheduler(BatchStream):
     def _settled(self, made: MadeGroup) -> None:
         """Mark a verified group as ready, or drop it and admit a replacement."""
         position = made.group.position
+        if not is_late(made, self._config):
+            self._tracker.observe(made.group, self._weighted)
         reason = None if self._exact else self._reason_to_drop(made)
         if reason is None:
             self._made[position] = made
@@ -487,7 +489,8 @@ class RolloutScheduler(BatchStream):
             times = f" ({count} times)" if count > 1 else ""
             self._recovered.append(f"environments: {event}{times}")
         load = (self._cpu[0] - cpu) / max(self._cpu[1] - wall, 1e-9)
-        return {**self._fleet.measure(), "driver/cpu": load, "environments/recovered": float(recovered.total())}
+        counts = {**self._fleet.measure(), **self._tracker.measure()}
+        return {**counts, "driver/cpu": load, "environments/recovered": float(recovered.total())}
 
     # -- validation ------------------------------------------------------------------------------------------------
 

@@ -173,6 +173,7 @@ def _check_single_use(config: Config, trials: Sequence[_Trial]) -> None:
     """Check that no setting calls a function with state more than once per step. Raises ConfigError."""
     gdpo = config.gdpo
     also_rules = {
+        "rollout.selection.enabled": config.rollout.selection.enabled,
         "gdpo.constraints": bool(gdpo.constraints),
         "gdpo.weighting": bool(gdpo.weighting),
         "gdpo.component_gradient_period": bool(gdpo.component_gradient_period),

@@ -14,6 +14,7 @@ import numpy as np
 from gdpo_nemo.algorithms.component_weights import ComponentWeights
 from gdpo_nemo.algorithms.entropy import AdaptiveEntropy
 from gdpo_nemo.algorithms.loss_selection import loss_entry
+from gdpo_nemo.algorithms.rubrics import is_family
 from gdpo_nemo.algorithms.weighting import StepGradients
 from gdpo_nemo.config.algorithm_choice import old_logprobs_source, spec_of
 from gdpo_nemo.config.layout import updates_per_step
@@ -34,7 +35,7 @@ from gdpo_nemo.rollouts.credit import (
     updates_of,
     with_weights,
 )
-from gdpo_nemo.rollouts.families import weigh_criteria
+from gdpo_nemo.rollouts.families import criterion_terms, weigh_criteria
 from gdpo_nemo.rollouts.metrics import check_failures, rollout_metrics, update_metrics
 from gdpo_nemo.rollouts.user_functions import CustomFunctions
 from gdpo_nemo.training.algorithm import Algorithm
@@ -375,7 +376,12 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
         found = prepared.advantages
         terms = dict(zip(found.names, found.components.numpy().T))
         by_turn = found.by_turn if isinstance(found, TurnAdvantages) else None
-        values = SampleValues(found.values.numpy(), prepared.trainer_logprobs, terms, by_turn, prepared.entropies)
+        of_criteria = None
+        if self.config.rollout.save_samples and any(map(is_family, found.names)):
+            of_criteria = criterion_terms(found.criteria, prepared.rollout.trajectories, self.config.gdpo.group_by)
+        values = SampleValues(
+            found.values.numpy(), prepared.trainer_logprobs, terms, of_criteria, by_turn, prepared.entropies
+        )
         self.log.step(row, prepared.rollout.groups, values)
         self.component_alerts.update(prepared.advantages.diagnostics)
 

@@ -33,6 +33,7 @@ from gdpo_nemo.models.peft import read_peft_adapter
 from gdpo_nemo.models.sources import DOWNLOADED, Format, Source, described_by, recognise
 from gdpo_nemo.observe.display import active
 from gdpo_nemo.rollouts.functions import rollout_methods
+from gdpo_nemo.rollouts.prompt_pools import check_sources
 from gdpo_nemo.rollouts.user_functions import check_own_functions
 from gdpo_nemo.training import model_factory
 from gdpo_nemo.training.algorithm import Algorithm, load_algorithm
@@ -108,6 +109,8 @@ def read_inputs(resolved: Resolved, splits: Sequence[str]) -> Inputs:
         sources = {}
         for split in splits:
             sources[split] = make_source(getattr(config.data, split), environments, tokenizer, split=split)
+    if "train" in sources:
+        check_sources(config.rollout.selection, sources["train"])
     if algorithm.samples:
         with phase("preflight"):
             _preflight(environments, sources)

@@ -161,6 +161,7 @@ CHANGED: dict[str, dict[str, object]] = {
     "policy.lora": {"rank": 8, "alpha": 4.0},
     "teacher": {"model_name": "organisation/teacher"},
     "gdpo.dynamic_sampling": {"enabled": True, "max_rounds": 7},
+    "rollout.selection": {"enabled": True, "memory": 0.5},
     "loss_fn.off_policy": {"mode": "truncate", "ratio_max": 4.0},
     "rollout.replay_buffer": {"groups": 2, "reuse": 3},
     "rollout.endpoint": {"enabled": True, "port": 9000},

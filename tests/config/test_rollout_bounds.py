@@ -118,6 +118,8 @@ def test_settings_that_contradict_the_bound_are_refused_with_the_arithmetic(mini
 
 AGAIN = ["max_staleness=1", "loss_fn.old_logprobs=trainer"]
 REROLL = "gdpo.dynamic_sampling={enabled: true, reroll_after: 2"
+LEVELS = "selection={enabled: true, difficulties: {new: 1, hard: 1, medium: 2, easy: 1}}"
+TOP_P = ["gdpo.dynamic_sampling.enabled=true", "selection.variance_top_p=0.9"]
 
 
 @pytest.mark.parametrize(
@@ -158,6 +160,30 @@ REROLL = "gdpo.dynamic_sampling={enabled: true, reroll_after: 2"
         ([REROLL.replace("reroll_after: 2", "max_rerolls: 2") + "}"], "max_rerolls: has no effect while"),
         ([f"{REROLL}, max_rerolls: 0}}"], "gdpo.dynamic_sampling.max_rerolls: must be at least 1"),
         ([f"{REROLL}, leave_one_out: true}}"], "gdpo.dynamic_sampling.reroll_after: conflicts with leave_one_out"),
+        (
+            ["selection.min_rate=0.2"],
+            "rollout.selection.min_rate: has no effect while rollout.selection.enabled is false",
+        ),
+        (["selection.sources={a: 1}"], "rollout.selection.sources: has no effect while"),
+        (["selection={enabled: true, source: dataset}"], "rollout.selection.source: has no effect without"),
+        (["selection={enabled: true, min_rate: 0}"], "rollout.selection.min_rate: must be more than 0"),
+        (["selection={enabled: true, memory: 1}"], "rollout.selection.memory: must be 0 or more and below 1"),
+        (["selection={enabled: true, sources: {a: 0}}"], "rollout.selection.sources.a: must be more than 0"),
+        (["selection={enabled: true, sources: {a: .nan}}"], "rollout.selection.sources.a: expected a number, got nan"),
+        ([LEVELS.replace("easy", "eazy")], "difficulties: unknown difficulty 'eazy'; did you mean 'easy'?"),
+        ([LEVELS.replace(", easy: 1", "")], "rollout.selection.difficulties: lacks easy; a difficulty without a quota"),
+        (
+            ["selection.enabled=true", f"{REROLL}}}"],
+            "selection.enabled: conflicts with gdpo.dynamic_sampling.reroll_after",
+        ),
+        (["selection.enabled=true", "gdpo.constraints={format: {at_least: 0.5}}"], "conflicts with gdpo.constraints"),
+        (["selection.variance_top_p=0.9"], "rollout.selection.variance_top_p: has no effect while"),
+        ([*TOP_P, "max_staleness=1"], "rollout.selection.variance_top_p: requires rollout.max_staleness 0, got 1"),
+        ([*TOP_P, "gdpo.group_by=prompt"], "rollout.selection.variance_top_p: requires gdpo.group_by row"),
+        (
+            [*TOP_P, "selection.variance_top_p=1.5"],
+            "rollout.selection.variance_top_p: must be more than 0 and at most 1",
+        ),
     ],
 )
 def test_impossible_reuse_is_refused_with_the_arithmetic(minimal, overrides, expected):
@@ -191,6 +217,8 @@ def test_groups_that_are_trained_again_reduce_the_groups_in_flight(minimal, over
         [f"{REROLL}, max_rerolls: 3}}", "max_staleness=2"],
         ["max_staleness=1", "depth=32"],
         ["window=1", "depth=16"],
+        [LEVELS, "max_staleness=2"],
+        TOP_P,
         ["group_timeout_s=9"],
         ["group_timeout_s=9", "min_valid=1", "max_staleness=3"],
     ],

@@ -6,6 +6,27 @@ from mutant_tables.mutant import mutant
 
 ROLLOUTS = (
     mutant(
+        "rollouts/ledger.py",
+        "        signals = self._signals.pop(position, None)\n",
+        "        signals = self._signals.get(position)\n        self._signals = {}\n",
+        "rollouts/test_prompt_pools.py::test_synchronous_run_resumes_with_the_same_prompts_and_state",
+        "the signals of all groups of a step reach the pools",
+    ),
+    mutant(
+        "rollouts/prompt_pools.py",
+        "self.credits[chosen] -= sum(self._shares[index] for index in indices)",
+        "self.credits[chosen] -= 1.0",
+        "rollouts/test_prompt_pools.py::test_absent_names_give_their_turns_to_the_others_and_do_not_catch_up",
+        "an absent source or difficulty does not leave a debt to the others",
+    ),
+    mutant(
+        "rollouts/group_signal.py",
+        "count = 1 + int(np.searchsorted(mass, share * mass[-1]))",
+        'count = 1 + int(np.searchsorted(mass, share * mass[-1], side="right"))',
+        "rollouts/test_prompt_pools.py::test_fewest_values_reach_the_share_and_none_fewer_do",
+        "the selected groups are the fewest that hold the share of the variance",
+    ),
+    mutant(
         "rollouts/credit.py",
         "tokens = np.full(len(trajectory.completion_ids), 0.0 if abs(rest) <= noise else rest)",
         "tokens = np.full(len(trajectory.completion_ids), rest)",

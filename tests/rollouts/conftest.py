@@ -16,12 +16,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def world(monkeypatch):
-    """``world(*overrides, **arguments)``: another ``World``."""
+    """``world(*overrides, **arguments)``: another ``World``, or an object of its subclass ``kind``."""
     without_ray(monkeypatch)
     made = []
 
-    def make(*overrides, **arguments):
-        made.append(World(*overrides, **arguments))
+    def make(*overrides, kind=World, **arguments):
+        made.append(kind(*overrides, **arguments))
         return made[-1]
 
     yield make

@@ -14,19 +14,27 @@ from gdpo_nemo.algorithms.weighting import RuleRunner
 from gdpo_nemo.algorithms.weighting_rules import Pow3r
 from gdpo_nemo.commands import cli
 from gdpo_nemo.commands.advantage_tables import read_step
+from gdpo_nemo.commands.env.check import Check
 from gdpo_nemo.config.load import load_config, save_config
 from gdpo_nemo.config.validate import validate
 from gdpo_nemo.data.records import Group, Prompt, Trajectory, Verdict
 from gdpo_nemo.environments.base import checked_verdicts
+from gdpo_nemo.observe.html_report import write_report
 from gdpo_nemo.observe.journal import Journal, read_journal, sample_hash
+from gdpo_nemo.observe.metric_registry import alias_values
+from gdpo_nemo.observe.metrics import History
 from gdpo_nemo.observe.sample_values import SampleValues
 from gdpo_nemo.observe.samples import read_rollouts, write_rollouts
+from gdpo_nemo.observe.trackers import completion_table
 from gdpo_nemo.rollouts.batches import recorded_groups
 from gdpo_nemo.rollouts.credit import advantages_of, by_span, reward_columns
-from gdpo_nemo.rollouts.families import families_of, weigh_criteria
-from gdpo_nemo.rollouts.group_signal import has_signal
+from gdpo_nemo.rollouts.families import criterion_terms, families_of, weigh_criteria
+from gdpo_nemo.rollouts.group_signal import has_signal, top_variance
 from gdpo_nemo.rollouts.metrics import validation_metrics
+from gdpo_nemo.rollouts.prompt_pools import signals_of
+from gdpo_nemo.tools.chat.speakers import rewards_line
 from gdpo_nemo.training.component_gradients import contributions
+from gdpo_nemo.training.ppo import action_rewards
 from gdpo_nemo.utils.errors import ConfigError, RunError
 from gdpo_nemo.utils.state import from_json, to_json
 
@@ -76,6 +84,8 @@ def test_scores_and_metrics_are_one_per_family():
     assert [t.component_rewards for t in made.trajectories][0] == {"rubric/*": pytest.approx(1 / 3)}
     row = validation_metrics([made])
     assert row["validation/rubric/*"] == pytest.approx(1 / 9)
+    rewards = action_rewards(made.trajectories, config("gdpo.rewards={rubric/*: 3}"))
+    np.testing.assert_allclose([of_actions[-1] for of_actions in rewards], [1, 0, 0])
     assert not any("polite" in key for key in row | advantages_of([made], config()).diagnostics.metrics())
 
 
@@ -154,6 +164,20 @@ def test_recorded_criteria_give_the_same_advantages_in_a_replay_and_in_explain(t
     assert cli.main(["explain-advantages", str(path)]) == 0
     shown = capsys.readouterr().out
     assert "The run recorded the same advantages." in shown and "rubric/*" in shown and "rubric/polite" not in shown
+    assert "3 of 3 criteria" in shown and "polite: is polite" in shown
+
+
+def test_explain_lists_few_criteria_and_the_pairs_that_their_sum_would_merge(tmp_path, capsys):
+    """Three samples meet as many criteria, and the second one meets other ones."""
+    verdicts = [{str(k): float(k < 5) for k in range(1, 31)}, {str(k): float(k > 26) for k in range(1, 31)}]
+    verdicts += [{str(k): float(k != 1) for k in range(1, 31)}, verdicts[0]]
+    made = group("1", [f"criterion {k}" for k in range(1, 31)], verdicts)
+    save_config(config(), tmp_path / "config.yaml")
+    path = write_rollouts(tmp_path, 1, [made], SampleValues(advantages_of([made], config()).values.numpy()))
+    assert cli.main(["explain-advantages", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "5 of 30 criteria" in shown and sum("criterion" in line for line in shown.splitlines()) == 6
+    assert "Summing the rewards would give the same advantage to 2 pairs" in shown
 
 
 def test_unequal_weights_within_a_group_end_the_step_in_a_sentence():
@@ -238,6 +262,16 @@ def test_dynamic_sampling_keeps_groups_whose_criteria_vary():
     assert not has_signal(group("3", cancelling, [{"1": 1, "2": 1}, {"1": 0, "2": 0}]), settings)
 
 
+def test_selection_treats_a_family_as_one_component_by_its_score():
+    settings = config("rollout.selection.enabled=true")
+    varied = group("1", [POLITE, LONG], [{"polite": 1, "long": 0}, {"polite": 0, "long": 0}])
+    constant = group("2", [POLITE], [{"polite": 1}, {"polite": 1}])
+    assert signals_of(varied, settings) == {"rubric/*": (True, pytest.approx(1 / 3))}
+    assert signals_of(constant, settings) == {"rubric/*": (False, pytest.approx(1.0))}
+    groups = [replace(varied, position=0), replace(constant, position=1)]
+    assert top_variance(groups, settings, 0.9) == {0}
+
+
 def test_rows_with_equal_prompts_and_other_rubrics_are_compared_by_criterion():
     """With group_by: prompt, a criterion that only one of the rows has is compared within this row."""
     first = group("1", [POLITE, LONG], [{"polite": 1, "long": 0}, {"polite": 0, "long": 1}])
@@ -254,6 +288,44 @@ def test_a_family_is_one_term_of_the_component_gradients():
     terms = np.concatenate(contributions(found, made.trajectories, [0]))
     assert terms.shape == (3, 2)
     np.testing.assert_allclose(terms[:, 0], found.values, atol=1e-12)
+
+
+def test_terms_of_criteria_add_up_to_the_term_of_their_family():
+    """Rows with other rubrics share slots; a row has terms of its own criteria only."""
+    first = group("1", [POLITE, LONG], [{"polite": 1, "long": 0}, {"polite": 0, "long": 1}, {"polite": 1, "long": 1}])
+    second = group("2", ["a", "b", "c"], [{"1": 1, "2": 0, "3": None}, {"1": 0, "2": 1}, {"1": 0, "2": 0, "3": 1}])
+    trajectories = first.trajectories + second.trajectories
+    for settings in (config("gdpo.batch_norm=false"), config("gdpo.credit=turn", base=TURNS)):
+        found = advantages_of([first, second], settings)
+        terms = criterion_terms(found.criteria, trajectories, "row")
+        assert [list(row) for row in terms] == [list(trajectory.criteria) for trajectory in trajectories]
+        expected = found.components[:, found.names.index("rubric/*")]
+        np.testing.assert_allclose([sum(row.values()) for row in terms], expected, atol=1e-12)
+
+
+def test_a_sample_file_has_the_terms_of_criteria_beside_those_of_families(tmp_path):
+    made = group("1", [POLITE, LONG], [{"polite": 1, "long": 0}, {"polite": 0, "long": 1}, {"polite": 1, "long": 1}])
+    found = advantages_of([made], config())
+    terms = criterion_terms(found.criteria, made.trajectories, "row")
+    families = dict(zip(found.names, found.components.numpy().T))
+    path = write_rollouts(tmp_path, 1, [made], SampleValues(terms=families, criterion_terms=terms))
+    for record, family, own in zip(read_rollouts(path), families["rubric/*"], terms):
+        assert record["terms"] == {"rubric/*": family, **own}
+
+
+def test_displays_name_a_family_once(tmp_path):
+    made = group("1", [POLITE, LONG], [{"polite": 1, "long": 1}, {"polite": 0, "long": 1}])
+    (sample, _) = made.trajectories
+    verdict = Verdict(sample.rewards, criteria=sample.criteria)
+    assert rewards_line(sample, ["rubric/*"]) == "rubric/* 0.333"
+    assert Check(("rubric/*",), 0.0, [sample], [verdict]).components == ["rubric/*"]
+    assert completion_table([made], None, 2).columns[-1] == "reward/rubric/*"
+    assert alias_values({"reward/rubric/*/mean": 0.5}, ["trl"]) == {"train/rewards/rubric/*/mean": 0.5}
+    history = History.of([{"step": 1, "validation/rubric/*": 0.5, "validation/rubric/*/pass_at/2": 0.7}])
+    assert history.components == ["rubric/*"]
+    write_rollouts(tmp_path, 1, [made], SampleValues(np.array([0.5, -0.5])))
+    report = write_report(tmp_path, history).read_text()
+    assert "rubric/* 0.333" in report and "rubric/polite" not in report
 
 
 def pow3r_by_hand(rewards: np.ndarray, weights: np.ndarray, alphas: np.ndarray) -> np.ndarray:

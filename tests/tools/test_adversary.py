@@ -191,6 +191,18 @@ def test_graded_component_is_won_within_a_row_by_the_right_answer_or_an_equal_te
     )
 
 
+def test_a_family_is_compared_within_a_row_because_rows_have_other_rubrics():
+    """The score of a right answer is 1 with the rubric of one row, and 0.5 with that of the other row."""
+    tried = []
+    for (row, (prompt, gold)), best in zip(QUESTIONS.items(), (1.0, 0.5)):
+        for probe in probes(prompt, gold, None):
+            score = best if probe.is_right else 0.0
+            tried.append(Tried(row, probe, {"r/*": score, "r": score}, {"r/*": score, "r": score}))
+    trial = judge(tried, {one.row: one.rewards for one in tried if one.probe.kind == "gold"})
+    assert trial.components["r/*"].graded and not trial.components["r/*"].gold_loses
+    assert trial.components["r"].gold_loses.keys() == {"r2"}
+
+
 @pytest.mark.parametrize("verifier", [exact, last_number, any_match])
 def test_penalty_is_tested_like_the_reward_that_it_mirrors(verifier):
     """The right answer wins a penalty with the smallest value."""

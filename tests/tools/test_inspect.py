@@ -16,6 +16,7 @@ import pytest
 from demo_run import NASTY, demo_groups, demo_row
 from inspector_site import columns, script, shards, texts, tokens, unpacked
 
+from gdpo_nemo.algorithms.rubrics import Criterion
 from gdpo_nemo.commands import cli
 from gdpo_nemo.config.load import load_config, save_config
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
@@ -346,3 +347,40 @@ def test_samples_of_a_validation_are_stored_and_distinguished_from_those_of_step
     )
     remove_rollouts_after(run_dir, 0)
     assert [step for step, _ in validation_files(run_dir)] == [0] and not list(rollout_files(run_dir))
+
+
+def test_a_family_is_one_column_and_a_sample_has_a_table_of_its_criteria(tmp_path):
+    """Rows with 30 and with 2 criteria; the rubric of a row is written once."""
+    groups, terms = [], []
+    for row, count in (("long", 30), ("short", 2)):
+        rubric = {f"rubric/{k}": Criterion(f"<b>{row} {k}", 1.0 + k, required=k == 0) for k in range(count)}
+        prompt = Prompt(row, np.arange(2, dtype=np.int32), row, "toy")
+        tokens = np.arange(4, dtype=np.int32)
+        samples = []
+        for index in range(3):
+            sample = Trajectory(prompt, index, tokens, np.full(4, -0.5, np.float32), 0, "abcd", "stop", criteria=rubric)
+            sample.rewards = {"format": 0.5, **{name: float(index > 0) for name in rubric}, "rubric/1": None}
+            sample.reward_tokens = {"rubric/0": ((0, 1), (2, 4))}
+            samples.append(sample)
+            terms.append({name: number + 0.25 * index for number, name in enumerate(rubric)})
+        groups.append(Group(prompt, samples))
+    run = tmp_path / "run"
+    run.mkdir()
+    totals = {"format": np.arange(6.0), "rubric/*": -np.arange(6.0)}
+    write_rollouts(run, 1, groups, SampleValues(np.arange(6.0), terms=totals, criterion_terms=terms))
+    out = built(run)
+    index, (shard,) = script(out, "index"), shards(out, "text")
+    assert index["rewards"] == ["format", "rubric/*"]
+    assert columns(out)["reward1"].tolist() == [0, 1, 1, 0, 1, 1] and columns(out)["term1"].tolist() == [
+        -0.0,
+        -1,
+        -2,
+        -3,
+        -4,
+        -5,
+    ]
+    assert shard["rewards"][1] == [0.5, 1.0] and shard["terms"][1] == [1.0, -1.0]
+    assert shard["rubricOf"] == [0, 0, 0, 1, 1, 1]
+    assert shard["rubrics"][1] == [["rubric/*", "0", "<b>short 0", 1, True], ["rubric/*", "1", "<b>short 1", 2, False]]
+    assert shard["verdicts"][4] == [[1, 0.25, 0, 1, 2, 4], [None, 1.25]]
+    assert [len(verdicts) for verdicts in shard["verdicts"]] == [30] * 3 + [2] * 3

@@ -1,9 +1,14 @@
 """The profile of rewards names planted defects, names none in sound rewards, and predicts effective weights."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from gdpo_nemo.algorithms import compute_advantages
+from gdpo_nemo.algorithms.rubrics import Criterion
+from gdpo_nemo.data.records import Group, Prompt, Trajectory, trajectories_of
+from gdpo_nemo.tools.profile.criteria import profile_criteria
 from gdpo_nemo.tools.profile.reward_profile import error_deviation, profile_rewards
 
 GROUPS, SIZE = 64, 8
@@ -179,6 +184,42 @@ def test_failed_repetitions_are_left_out_of_noise_and_changed_rewards():
     missing = profile(rewards, {"correct": np.where(repeated, repeats, np.nan)}).components["correct"]
     counted = ~np.isnan(rewards["correct"])
     assert missing.changed == pytest.approx(np.mean([np.mean(~row[counted]) for row in repeated]))
+
+
+def test_criteria_of_a_family_are_profiled_as_a_whole_and_few_are_listed():
+    rng = np.random.default_rng(0)
+    groups, again = [], []
+    for row in range(6):
+        rubric = {f"r/{k}": Criterion(f"{k} is so", -1.0 if k == 1 else 1.0, required=k == 0) for k in range(30)}
+        rubric["r/noisy"] = Criterion("n" * 500, 1.0)
+        prompt = Prompt(f"row {row}", np.arange(2, dtype=np.int32), "p", "toy")
+        samples = []
+        for index in range(8):
+            sample = Trajectory(prompt, index, np.arange(3), np.zeros(3, np.float32), 0, "abc", "stop", criteria=rubric)
+            sample.rewards = {f"r/{k}": float(k < 3 or (index + k) % 2) for k in range(30)} | {
+                "r/noisy": index % 2 + 0.0
+            }
+            samples.append(sample)
+        samples[0].rewards["r/29"] = None
+        groups.append(Group(prompt, samples))
+        again += [replace(s, rewards=s.rewards | {"r/noisy": float(rng.random() < 0.5)}) for s in samples]
+    repeated = np.ones((1, 48), bool)
+    repeated[0, 0] = False
+    (found,) = profile_criteria(groups, [again], repeated).values()
+    verdicts = [(name, value) for group in groups for t in group.trajectories for name, value in t.rewards.items()]
+    known = [(name, value) for name, value in verdicts if value is not None]
+    changed = [t.rewards["r/noisy"] != s.rewards["r/noisy"] for t, s in zip(trajectories_of(groups), again)]
+    assert found.criteria == 6 * 31 and found.dead == pytest.approx(3 / 31)
+    assert found.met == pytest.approx(np.mean([value == float(name != "r/1") for name, value in known]))
+    assert found.missing == pytest.approx(1 - len(known) / len(verdicts))
+    assert found.agreement == pytest.approx(1 - sum(changed[1:]) / (31 * 47 - 5))
+    assert 0 < found.noise < 0.2
+    assert len(found.worst) == 5 and {one.criterion for one in found.worst} == {f"noisy: {'n' * 80}..."}
+    (same,) = profile_criteria(groups, [trajectories_of(groups)], repeated).values()
+    assert same.agreement == 1 and same.noise == pytest.approx(0, abs=1e-9)
+    assert [one.problem for one in same.worst] == ["always 1"] * 5
+    (once,) = profile_criteria(groups, [], np.zeros((0, 48), bool)).values()
+    assert once.agreement is None and once.noise is None and once.met == found.met
 
 
 def test_the_deviation_of_errors_averages_the_variances_of_samples():

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import chain, combinations, product, zip_longest
 from typing import Any
 
+from gdpo_nemo.algorithms.rubrics import is_family
 from gdpo_nemo.commands.env.check import as_sampled, candidates, refuse_agents, sample_of, verifier_of
 from gdpo_nemo.data.records import Trajectory, Verdict
 from gdpo_nemo.environments.base import Environment
@@ -59,7 +60,8 @@ class ComponentTrial:
     """Best value of any text: the largest, or the smallest of a component with a negative weight."""
     graded: bool = False
     """True if most texts have different values, and every attacked row another largest value, like the scores of a
-    reward model. Texts are then compared within their row."""
+    reward model, and for a family of criteria, because rows have different rubrics. Texts are then compared within
+    their row."""
     reads_answer: bool | None = None
     """True if the right answer of another row gets less than the row's own on at least half of the rows. None if no
     right answer is known."""
@@ -172,7 +174,7 @@ def _verify(
     samples: Sequence[Trajectory],
 ) -> list[Verdict]:
     verdicts = _in_parts(environment, pool, workers, samples)
-    return [replace(verdict, rewards=oriented(verdict.rewards, directions)) for verdict in verdicts]
+    return [replace(verdict, rewards=oriented(verdict.component_rewards, directions)) for verdict in verdicts]
 
 
 def oriented(rewards: Rewards, directions: Mapping[str, int]) -> dict[str, float | None]:
@@ -232,7 +234,7 @@ def _chosen_rows(rows: Sequence[Row], gold: Mapping[str, Rewards], count: int) -
     spread = {round(i * len(rows) / count) for i in range(count)}
     best = _best(gold.values())
     for name in list(best):
-        if len({rewards.get(name) for rewards in gold.values()}) == len(gold) > 2:
+        if is_family(name) or len({rewards.get(name) for rewards in gold.values()}) == len(gold) > 2:
             del best[name]  # a graded component, which is compared within a row
     losing: dict[tuple[float | None, ...], list[Row]] = {}
     for i, row in enumerate(rows):
@@ -353,6 +355,8 @@ def _given(name: str, texts: Sequence[Tried]) -> list[tuple[Probe, float]]:
 
 def _is_graded(name: str, by_row: Mapping[str, list[Tried]]) -> bool:
     """See ``ComponentTrial.graded``."""
+    if is_family(name):
+        return True
     values: list[float] = []
     largest: list[float] = []
     for texts in by_row.values():

@@ -432,8 +432,9 @@ def rewards_line(trajectory: Trajectory, weighted: list[str]) -> str:
     """Format the reward components, beginning with the components in ``weighted``."""
     if trajectory.outcome is Outcome.ENV_FAILED:
         return f"no rewards because the environment failed: {trajectory.detail}"
-    names = dict.fromkeys([*(name for name in weighted if name in trajectory.rewards), *trajectory.rewards])
-    values = {name: trajectory.rewards[name] for name in names}
+    rewards = trajectory.component_rewards
+    names = dict.fromkeys([*(name for name in weighted if name in rewards), *rewards])
+    values = {name: rewards[name] for name in names}
     return "  ".join(f"{name} {'-' if value is None else f'{value:.3g}'}" for name, value in values.items())
 
 

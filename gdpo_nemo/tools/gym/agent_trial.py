@@ -131,7 +131,7 @@ def play(agent: str, url: str, row: dict[str, Any], context: RolloutContext) -> 
     if not played.trains:
         detail = printable(played.detail, _DETAIL)
         return {"status": "failed", "summary": f"episode failed: {detail}", **result}
-    rewards = ", ".join(f"{name} {value:g}" for name, value in played.rewards.items() if value is not None)
+    rewards = ", ".join(f"{name} {value:g}" for name, value in played.component_rewards.items() if value is not None)
     return {"status": "played", "summary": f"played: {played.turns} turns, {tokens} tokens, {rewards}", **result}
 
 

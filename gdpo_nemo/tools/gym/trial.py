@@ -121,7 +121,7 @@ def _summary(samples: list[Trajectory], verdicts: list[Verdict]) -> dict[str, An
             failures[printable(verdict.detail, _DETAIL)] += 1
             continue
         valid += 1
-        for name, value in verdict.rewards.items():
+        for name, value in verdict.component_rewards.items():
             found.setdefault(name, []).extend([] if value is None else [value])
     parts = []
     for name, values in sorted(found.items()):

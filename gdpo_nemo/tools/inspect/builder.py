@@ -23,11 +23,12 @@ from gdpo_nemo.config.schema import Config
 from gdpo_nemo.observe.metrics import History, read_metrics
 from gdpo_nemo.observe.samples import rollout_files, validation_files
 from gdpo_nemo.tools.inspect.rows import (
+    Components,
     Tokens,
+    components_of,
     equal_completions,
     groups_of,
     largest_gaps,
-    map_columns,
     means_of,
     pieces_of,
     read_samples,
@@ -185,8 +186,10 @@ def _write_samples(
         table = read_samples(path)
         if table.num_rows:
             found = tokens_of(table, path)
-            _add_numbers(index, table, found, kind, step, weights)
-            _add_texts(texts, table, index)
+            components = components_of(table)
+            _add_components(index, components)
+            _add_numbers(index, table, found, components.rewards, weights, kind=kind, step=step)
+            _add_texts(texts, table, index, components)
             tokens.add(found)
             used = np.union1d(used, found.ids)
         if report:
@@ -198,17 +201,27 @@ def _write_samples(
     return index, used.astype(np.int32), {"text": texts.starts, "tokens": tokens.starts}
 
 
-def _add_numbers(index: Index, table: Any, tokens: Tokens, kind: int, step: int, weights: dict[str, float]) -> None:
-    count = table.num_rows
-    rewards = map_columns(table.column("rewards"))
-    terms = map_columns(table.column("terms"))
+def _add_components(index: Index, components: Components) -> None:
     columns = {}
-    for kind_of_value, found in (("reward", rewards), ("term", terms)):
+    for kind, found in (("reward", components.rewards), ("term", components.terms)):
         for name, values in found.items():
-            columns[f"{kind_of_value} {name}"] = values
+            columns[f"{kind} {name}"] = values
             if name not in index.rewards:
                 index.rewards.append(name)
     index.components.append(columns)
+
+
+def _add_numbers(
+    index: Index,
+    table: Any,
+    tokens: Tokens,
+    rewards: dict[str, np.ndarray],
+    weights: dict[str, float],
+    *,
+    kind: int,
+    step: int,
+) -> None:
+    count = table.num_rows
     groups = groups_of(table)
     outcomes = table.column("outcome").to_pylist()
     prompts = [index.prompts.setdefault(name, len(index.prompts)) for name in table.column("prompt_id").to_pylist()]
@@ -232,20 +245,20 @@ def _add_numbers(index: Index, table: Any, tokens: Tokens, kind: int, step: int,
     index.rows += count
 
 
-def _add_texts(shards: TextShards, table: Any, index: Index) -> None:
-    from gdpo_nemo.observe.sample_columns import values_of, with_half_pairs
+def _add_texts(shards: TextShards, table: Any, index: Index, components: Components) -> None:
+    from gdpo_nemo.observe.sample_columns import with_half_pairs
 
     names = ("prompt_id", "prompt", "completion", "detail")
     texts = with_half_pairs({name: table.column(name).to_pylist() for name in names}, table.column("not_utf8"))
 
-    def values(row: Any) -> list[Any] | None:
-        return [row.get(name) for name in index.rewards] if row else None
-
     columns = (
-        *map(texts.get, names),
+        *(texts[name] for name in names[:2]),
+        components.rubrics,
+        *(texts[name] for name in names[2:]),
         table.column("extra").to_pylist(),
-        map(values, values_of(table.column("rewards"))),
-        map(values, values_of(table.column("terms"))),
+        _by_sample(components.rewards, index.rewards, table.num_rows),
+        _by_sample(components.terms, index.rewards, table.num_rows),
+        components.verdicts,
         table.column("advantage").to_pylist(),
         table.column("policy_version").to_pylist(),
         map(spans_of, table.column("spans").to_pylist()),
@@ -253,6 +266,16 @@ def _add_texts(shards: TextShards, table: Any, index: Index) -> None:
     for row in zip(*columns, strict=True):
         shards.add(*row)
     index.snippets.extend(text[:_SNIPPET] for text in texts["completion"])
+
+
+def _by_sample(columns: dict[str, np.ndarray], names: list[str], count: int) -> list[list[float | None] | None]:
+    """Return the values of each sample in the order of ``names``. None for a sample without values."""
+    rows: list[list[float | None] | None] = []
+    for row in range(count):
+        values = [float(columns[name][row]) if name in columns else math.nan for name in names]
+        shown = [None if math.isnan(value) else value for value in values]
+        rows.append(shown if any(value is not None for value in shown) else None)
+    return rows
 
 
 def _write_vocabulary(scripts: Scripts, run_dir: Path, config: Config | None, used: np.ndarray) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gdpo_nemo.algorithms.rubrics import Criterion, criterion_id, family_name, restored, with_scores
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.data.tokenizer import Tokenizer, load_tokenizer
@@ -106,6 +108,71 @@ def map_columns(column: pa.ChunkedArray) -> dict[str, np.ndarray]:
             has_name = codes == code
             found.setdefault(name, np.full(len(column), np.nan))[rows[has_name]] = values[has_name]
         start += len(chunk)
+    return found
+
+
+@dataclass(frozen=True)
+class Components:
+    """Rewards and terms of the samples of a file, in which a family of criteria is one component with its score."""
+
+    rewards: dict[str, np.ndarray]
+    """float64 [samples] by component, NaN for a missing reward."""
+    terms: dict[str, np.ndarray]
+    """float64 [samples] by component, NaN for an unknown term."""
+    rubrics: list[str]
+    """JSON of each sample's criteria by component. Empty without a rubric."""
+    verdicts: list[list[Any] | None]
+    """[reward, term, first token, end, first token, end, ...] of each criterion of a sample, in the rubric's order."""
+
+
+def components_of(table: pa.Table) -> Components:
+    """Return the components of the samples of a file."""
+    rubrics = [text or "" for text in table.column("criteria").to_pylist()]
+    if not any(rubrics):
+        columns = (map_columns(table.column("rewards")), map_columns(table.column("terms")))
+        return Components(*columns, rubrics, [None] * len(rubrics))
+    from gdpo_nemo.observe.sample_columns import values_of
+
+    scores: list[dict[str, float | None]] = []
+    totals: list[dict[str, float | None]] = []
+    verdicts: list[list[Any] | None] = []
+    rows = zip(*(values_of(table.column(name)) for name in ("rewards", "terms")))
+    quotes = table.column("reward_tokens").to_pylist()
+    known = {text: restored(json.loads(text or "{}")) for text in set(rubrics)}
+    for text, (rewards, given), spans in zip(rubrics, rows, quotes):
+        criteria, terms = known[text], given or {}
+        scores.append(with_scores(rewards, criteria))
+        totals.append({name: term for name, term in terms.items() if name not in criteria})
+        verdicts.append(_verdicts(criteria, rewards, terms, json.loads(spans or "{}")) if criteria else None)
+    return Components(_by_name(scores), _by_name(totals), rubrics, verdicts)
+
+
+def _verdicts(
+    criteria: Mapping[str, Criterion],
+    rewards: Mapping[str, float | None],
+    terms: Mapping[str, float | None],
+    spans: Mapping[str, Sequence[Sequence[int]]],
+) -> list[Any]:
+    """Return an entry of ``Components.verdicts``."""
+    found = []
+    for name in criteria:
+        found.append([rewards.get(name), terms.get(name), *itertools.chain.from_iterable(spans.get(name, ()))])
+    return found
+
+
+def rubric_of(text: str) -> list[list[Any]]:
+    """Return [family, id, text, weight, required] of each criterion, from an entry of ``Components.rubrics``."""
+    found = []
+    for name, criterion in restored(json.loads(text or "{}")).items():
+        found.append([family_name(name), criterion_id(name), criterion.text, criterion.weight, criterion.required])
+    return found
+
+
+def _by_name(rows: Sequence[Mapping[str, float | None]]) -> dict[str, np.ndarray]:
+    found: dict[str, np.ndarray] = {}
+    for index, row in enumerate(rows):
+        for name, value in row.items():
+            found.setdefault(name, np.full(len(rows), np.nan))[index] = np.nan if value is None else value
     return found
 
 

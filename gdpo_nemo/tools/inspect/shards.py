@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from gdpo_nemo.tools.inspect.rows import Tokens
+from gdpo_nemo.tools.inspect.rows import Tokens, rubric_of
 
 FOLDER = "data"
 CHARACTERS = 1 << 20
@@ -81,7 +81,7 @@ def packed(values: np.ndarray) -> str:
 class TextShards:
     """Writer of shards with prompts, completions, and rewards in full precision."""
 
-    KEYS = ("completion", "detail", "extra", "rewards", "terms", "advantage", "version", "spans")
+    KEYS = ("completion", "detail", "extra", "rewards", "terms", "verdicts", "advantage", "version", "spans")
 
     def __init__(self, scripts: Scripts):
         self._scripts = scripts
@@ -93,19 +93,29 @@ class TextShards:
     def _open(self) -> None:
         self._prompts: dict[tuple[str, str], int] = {}
         self._prompt_of: list[int] = []
+        self._rubrics: dict[str, int] = {}
+        self._rubric_of: list[int] = []
         self._columns: dict[str, list[Any]] = {key: [] for key in self.KEYS}
         self._characters = 0
         self._start = self._rows
 
-    def add(self, prompt_id: str, prompt: str, *row: Any) -> None:
-        """Add a sample. ``row`` contains the values for ``KEYS`` in this order."""
+    def add(self, prompt_id: str, prompt: str, rubric: str, *row: Any) -> None:
+        """Add a sample.
+
+        Args:
+            rubric: an entry of ``Components.rubrics``. Equal rubrics are written once per shard.
+            row: values for ``KEYS`` in this order.
+        """
         number = self._prompts.setdefault((prompt_id, prompt), len(self._prompts))
         if number == len(self._prompts) - 1:
             self._characters += len(prompt)
         self._prompt_of.append(number)
+        if rubric not in self._rubrics:
+            self._characters += len(rubric)
+        self._rubric_of.append(self._rubrics.setdefault(rubric, len(self._rubrics)))
         for key, value in zip(self.KEYS, row, strict=True):
             self._columns[key].append(value)
-        self._characters += len(row[0]) + len(row[1]) + len(row[2] or "") + 100
+        self._characters += len(row[0]) + len(row[1]) + len(row[2] or "") + 20 * len(row[5] or "") + 100
         self._rows += 1
         if self._characters >= CHARACTERS:
             self.close()
@@ -116,6 +126,7 @@ class TextShards:
             return
         names, prompts = zip(*self._prompts)
         shard = {"ids": names, "prompts": prompts, "promptOf": self._prompt_of, **self._columns}
+        shard |= {"rubrics": list(map(rubric_of, self._rubrics)), "rubricOf": self._rubric_of}
         self._scripts.write(f"text-{len(self.starts):04d}", shard)
         self.starts.append(self._start)
         self._open()

@@ -25,7 +25,7 @@ from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.environments.tasks.reward_functions import Functions
 from gdpo_nemo.observe.installation import require_libraries
 from gdpo_nemo.rollouts.credit import reward_columns, with_noise
-from gdpo_nemo.rollouts.metrics import check_failures
+from gdpo_nemo.rollouts.metrics import check_failures, reward_names
 from gdpo_nemo.rollouts.user_functions import load_estimator
 from gdpo_nemo.training.inputs import read_inputs
 from gdpo_nemo.training.validation import validate
@@ -34,6 +34,7 @@ from gdpo_nemo.utils.files import write_whole
 from gdpo_nemo.utils.progress import phase
 
 if TYPE_CHECKING:
+    from gdpo_nemo.tools.profile.criteria import CriteriaProfile
     from gdpo_nemo.tools.profile.reward_profile import RewardProfile
 
 
@@ -57,6 +58,8 @@ class Measured:
     """Number of further verifications of a sample that failed."""
     verifier_tokens: dict[str, float]
     """Means of the metrics of verifiers that count tokens, by metric."""
+    criteria: dict[str, CriteriaProfile]
+    """Profile of the criteria of each family."""
 
 
 def measure(config: Config, rows: int, group: int | None = None, repeat: int = 2) -> Measured:
@@ -104,6 +107,7 @@ def profile_groups(config: Config, groups: Sequence[Group], repeat: int, samplin
     Raises:
         RunError: if too many verifications failed, an environment fails, or no sample has a reward.
     """
+    from gdpo_nemo.tools.profile.criteria import profile_criteria
     from gdpo_nemo.tools.profile.reward_profile import profile_rewards
 
     gdpo = config.gdpo
@@ -144,6 +148,7 @@ def profile_groups(config: Config, groups: Sequence[Group], repeat: int, samplin
         again.seconds,
         again.failed,
         counted,
+        profile_criteria(groups, again.samples, again.verified),
     )
 
 
@@ -165,6 +170,8 @@ class Repeated(NamedTuple):
     errors: dict[str, float | None]
     """Standard deviation of a sample's reward over verifications, by component, or of a criterion, by family. None if
     no sample was verified again."""
+    samples: list[list[Trajectory]]
+    """The samples with the rewards of each verification."""
 
 
 def verify_again(
@@ -190,7 +197,7 @@ def verify_again(
         if environment.has_turns or environment.plays_with_endpoint or not environment.verifies or not rows:
             continue
         chosen = [replace(samples[i], rewards={}, extra={}, metrics={}) for i in rows]
-        measured.update(*(samples[i].rewards for i in rows))
+        measured.update(reward_names([samples[i] for i in rows]))
         verified[:, rows] = True
         for number, i in product(range(repeat), rows):
             found[number][i] = {}
@@ -203,7 +210,7 @@ def verify_again(
                     begin = time.perf_counter()
                     verdicts = pool.verify(chosen)
                     taken = (time.perf_counter() - begin) / len(chosen)
-                for component in chain.from_iterable(verdict.rewards for verdict in verdicts):
+                for component in chain.from_iterable(verdict.component_rewards for verdict in verdicts):
                     seconds[component] = min(taken, seconds.get(component, math.inf))
                 for i, verdict in zip(rows, verdicts):
                     found[number][i] |= verdict.rewards
@@ -212,11 +219,16 @@ def verify_again(
             if not verified[number, i]:  # the rules of gdpo.shaping need rewards, which do not count
                 found[number][i] = dict(samples[i].rewards)
                 failed += 1
-    # Components that no verifier returns are families, or are created by rules of gdpo.shaping.
-    measured.update(seconds, columns.keys() - set(chain.from_iterable(t.rewards for t in samples)))
-    again = _stacked_columns(found, samples, measured, config)
-    errors = _errors(columns, again, samples, found, verified)
-    return Repeated(again, verified, failed, seconds, errors)
+    # Components that no verifier returns are created by rules of gdpo.shaping.
+    measured.update(seconds, columns.keys() - reward_names(samples).keys())
+    again = [_with_rewards(samples, rewards) for rewards in found]
+    stacked = _stacked_columns(again, measured, config)
+    errors = _errors(columns, stacked, samples, found, verified)
+    return Repeated(stacked, verified, failed, seconds, errors, again)
+
+
+def _with_rewards(samples: Sequence[Trajectory], rewards: Sequence[dict[str, float | None]]) -> list[Trajectory]:
+    return [replace(sample, rewards=own) for sample, own in zip(samples, rewards)]
 
 
 def _errors(
@@ -256,16 +268,12 @@ def _of_criteria(
 
 
 def _stacked_columns(
-    verifications: Sequence[Sequence[dict[str, float | None]]],
-    samples: Sequence[Trajectory],
-    measured: set[str],
-    config: Config,
+    verifications: Sequence[Sequence[Trajectory]], measured: set[str], config: Config
 ) -> dict[str, np.ndarray]:
     """Return the rewards of the measured components after ``gdpo.shaping``: float64 [verifications, samples]."""
     found: dict[str, list[np.ndarray]] = {}
-    for rewards in verifications:
-        columns = reward_columns([replace(t, rewards=r) for t, r in zip(samples, rewards)], config)
-        for name, column in columns.items():
+    for samples in verifications:
+        for name, column in reward_columns(samples, config).items():
             if name in measured:
                 found.setdefault(name, []).append(column)
     return {name: np.stack(columns) for name, columns in found.items()}
@@ -356,6 +364,7 @@ def content(measured: Measured) -> dict[str, Any]:
         "temperature": config.policy.generation.temperature,
         "estimator": config.gdpo.estimator,
         "profile": asdict(measured.profile),
+        "criteria": {name: asdict(one) for name, one in measured.criteria.items()},
         "cost": {
             "tokens_per_sample": measured.tokens,
             "sampling_s": measured.sampling_s,

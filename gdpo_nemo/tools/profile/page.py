@@ -35,6 +35,13 @@ _LEGENDS = {
     "Unrelated components have about 50%",
     "rates": "number of rows by the share of their samples that get the best reward in all weighted components",
 }
+_CRITERIA_HEADS = ("family", "criteria", "met", "dead", "missing", "noise", "agreement")
+_WORST_HEADS = ("row", "criterion", "problem")
+_CRITERIA_EXPLAINED = (
+    "criteria: number with a verdict, over all rows; met: verdicts that are 1, or 0 for a negative weight; dead: "
+    "criteria with equal verdicts on all samples of the row; noise: as above, of each criterion; agreement: verdicts "
+    "that are equal when the same samples are verified again"
+)
 _BINS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 
@@ -55,7 +62,25 @@ def summary(measured: Measured, out: Path) -> RenderableType:
         lines += [f"to train with the measured noise: gdpo.noise='{{from: {out / 'profile.json'}}}'", ""]
     lines.append(f"{out / 'profile.html'}")
     first, *rest = map(Text, lines)
-    return Lines(first, grid, Text(_EXPLAINED), *rest)
+    return Lines(first, grid, Text(_EXPLAINED), *_criteria_grids(measured), *rest)
+
+
+def _criteria_grids(measured: Measured) -> list[RenderableType]:
+    """Return the table of the families and the table of their worst criteria. Empty without families."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    grids: list[RenderableType] = []
+    for heads, rows in (criteria_cells(measured), worst_cells(measured)):
+        if rows:
+            grid = Table(box=box.SIMPLE_HEAD)
+            for head in heads:
+                grid.add_column(head, overflow="fold")
+            for row in rows:
+                grid.add_row(*map(Text, row))
+            grids.append(grid)
+    return [*grids, Text(_CRITERIA_EXPLAINED)] if grids else []
 
 
 def heading(measured: Measured) -> list[str]:
@@ -117,6 +142,9 @@ def write_page(path: Path, measured: Measured) -> None:
         heading=heading(measured),
         components=(_HEADS, component_rows(measured)),
         explained=_EXPLAINED,
+        criteria=criteria_cells(measured),
+        worst=worst_cells(measured),
+        criteria_explained=_CRITERIA_EXPLAINED,
         legends=_LEGENDS,
         findings=findings(measured),
         has_defects=bool(profile.findings),
@@ -135,6 +163,23 @@ def write_page(path: Path, measured: Measured) -> None:
 
 Cells = tuple[list[str], list[list[str]]]
 """Heads and rows of a table."""
+
+
+def criteria_cells(measured: Measured) -> Cells:
+    """Return a table with a row for each family."""
+    rows = []
+    for name, one in measured.criteria.items():
+        shares = (one.met, one.dead, one.missing, one.noise, one.agreement)
+        rows.append([name, str(one.criteria), *(_number(share, ".1%") for share in shares)])
+    return list(_CRITERIA_HEADS), rows
+
+
+def worst_cells(measured: Measured) -> Cells:
+    """Return a table of the worst criteria of each family."""
+    rows = []
+    for one in measured.criteria.values():
+        rows += [[worst.row, worst.criterion, worst.problem] for worst in one.worst]
+    return list(_WORST_HEADS), rows
 
 
 def _effective_table(profile: RewardProfile) -> Cells:

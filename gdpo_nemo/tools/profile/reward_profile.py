@@ -205,7 +205,7 @@ def _components(
     components = {}
     for k, (name, rewards) in enumerate(batch.rewards.items()):
         having, sign = present[:, k], better.get(name, 1)
-        noise, changed = _noise(rewards, repeats.get(name), batch.valid, repeated, batch.group_ids)
+        noise, changed = noise_of(rewards, repeats.get(name), batch.valid, repeated, batch.group_ids)
         passed = passes(rewards[having], sign)
         saturation = float(found.saturation[k])
         components[name] = ComponentProfile(
@@ -262,7 +262,7 @@ def _correlations(z: np.ndarray, present: np.ndarray) -> np.ndarray:
         return np.asarray(z.T @ z / np.sqrt(power * power.T))
 
 
-def _noise(
+def noise_of(
     first: np.ndarray, repeats: np.ndarray | None, valid: np.ndarray, repeated: np.ndarray | None, ids: np.ndarray
 ) -> tuple[float | None, float | None]:
     """Return (share of the z-scores' variance that does not repeat, share of changed rewards), None without repeats.

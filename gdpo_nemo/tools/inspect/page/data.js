@@ -63,8 +63,8 @@ async function textOf(row) {
   const found = await shard(shardName('text', place));
   const at = row - index.starts[0][place];
   const prompt = found.promptOf[at];
-  const keys = ['completion', 'detail', 'extra', 'rewards', 'terms', 'advantage', 'version', 'spans'];
-  return { id: found.ids[prompt], prompt: found.prompts[prompt], ...Object.fromEntries(keys.map((k) => [k, found[k][at]])) };
+  const keys = ['completion', 'detail', 'extra', 'rewards', 'terms', 'verdicts', 'advantage', 'version', 'spans'];
+  return { id: found.ids[prompt], prompt: found.prompts[prompt], rubric: found.rubrics[found.rubricOf[at]], ...Object.fromEntries(keys.map((k) => [k, found[k][at]])) };
 }
 
 async function tokensOf(row) {

@@ -25,7 +25,7 @@ async function drawSample() {
   now = { row, text, ...tokens, versions, texts, tools: toolCalls(texts), advantage: text.advantage ?? NaN,
     newest: known.reduce((a, b) => Math.max(a, b), -1), oldest: known.reduce((a, b) => Math.min(a, b), Infinity) };
   at = -1;
-  box.replaceChildren(bar(row), rewardTable(row, text), facts(row, text), ...section('Prompt', make('pre', visible(text.prompt), { id: 'prompt' })),
+  box.replaceChildren(bar(row), rewardTable(row, text), facts(row, text), ...criteria(text), ...section('Prompt', make('pre', visible(text.prompt), { id: 'prompt' })),
     ...completion(), ...extra(text), ...section(`Group of ${groupOf(row).length}`, groupTable(row)), ...others(row));
   drawTokens($('tokens'));
   box.scrollTop = 0;
@@ -72,6 +72,36 @@ function rewardTable(row, text) {
   table.id = 'rewards';
   table.querySelector('tfoot td:last-child').title = 'of the weighted sum of the rewards as recorded';
   return table;
+}
+
+// The criteria of the row's rubric, those with the largest term first. A click marks the tokens that a verdict quotes.
+function criteria(text) {
+  if (!text.verdicts) return [];
+  const size = (i) => Math.abs(text.verdicts[i][1] ?? 0);
+  const order = text.rubric.map((_, i) => i).sort((a, b) => size(b) - size(a) || a - b);
+  const families = new Set(text.rubric.map(([family]) => family));
+  const cells = order.map((i) => {
+    const [family, id, criterion, weight, required] = text.rubric[i];
+    const [verdict, term, ...quote] = text.verdicts[i];
+    const name = families.size > 1 ? `${family} ${id}` : id;
+    return [visible(name), visible(criterion), number(weight), required ? 'yes' : '', number(verdict), signed(term), quote.length ? 'mark' : ''];
+  });
+  const table = tableOf(['id', 'criterion', 'weight', 'required', 'verdict', 'term', 'quote'], cells);
+  table.id = 'criteria';
+  table.querySelectorAll('tbody tr').forEach((line, i) => {
+    const quote = text.verdicts[order[i]].slice(2);
+    if (!quote.length) return;
+    line.lastChild.className = 'quote';
+    line.onclick = () => {
+      const again = line.classList.contains('here');
+      table.querySelector('.here')?.classList.remove('here');
+      if (!again) line.classList.add('here');
+      now.quote = again ? [] : quote;
+      drawTokens($('tokens'));
+      $('tokens').querySelector('.quoted')?.scrollIntoView({ block: 'nearest' });
+    };
+  });
+  return section(`${text.rubric.length} criteria`, table);
 }
 
 function facts(row, text) {

@@ -88,9 +88,17 @@ function tokenElement(i, colour) {
   const element = make('span', visible(text).replace(/\n/g, '↵\n') || '·', { 'data-token': i });
   if (i === at) element.className = 'at';
   else if (now.tools[i]) element.className = 'tool';
+  if (isQuoted(i)) element.classList.add('quoted');
   const strength = colour.strength(now, i);
   if (strength) element.style.backgroundColor = colour.plain ? `rgb(var(--plain) / ${(0.4 * strength).toFixed(3)})` : paint(strength);
   return element;
+}
+
+// True for the tokens that the chosen criterion's verdict quotes.
+function isQuoted(i) {
+  const quote = now.quote || [];
+  for (let k = 0; k < quote.length; k += 2) if (quote[k] <= i && i < quote[k + 1]) return true;
+  return false;
 }
 
 // Runs of tokens of one writer.
