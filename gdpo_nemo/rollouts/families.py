@@ -70,14 +70,15 @@ def families_of(trajectories: Sequence[Trajectory], group_by: str) -> dict[str, 
     """
     rubrics: dict[object, dict[str, dict[str, Criterion]]] = {}
     keys: list[object] = []
-    previous: dict[str, Criterion] = {}
+    latest: dict[object, dict[str, Criterion]] = {}
     for trajectory in trajectories:
-        keys.append(group_key(trajectory, group_by))
-        rubric = rubrics.setdefault(keys[-1], {})
+        key = group_key(trajectory, group_by)
+        keys.append(key)
+        rubric = rubrics.setdefault(key, {})
         # The samples of a group usually have the same criteria, which need to be read only once.
-        if not rubric or trajectory.criteria != previous:
+        if trajectory.criteria != latest.get(key):
             _merge(rubric, trajectory)
-        previous = trajectory.criteria
+        latest[key] = trajectory.criteria
     names = dict.fromkeys(chain.from_iterable(rubrics.values()))
     return {name: _family(name, trajectories, keys, rubrics) for name in names}
 

@@ -17,7 +17,7 @@ from gdpo_nemo.commands.advantage_tables import read_step
 from gdpo_nemo.commands.env.check import Check
 from gdpo_nemo.config.load import load_config, save_config
 from gdpo_nemo.config.validate import validate
-from gdpo_nemo.data.records import Group, Prompt, Trajectory, Verdict
+from gdpo_nemo.data.records import Group, Prompt, Trajectory, Verdict, trajectories_of
 from gdpo_nemo.environments.base import checked_verdicts
 from gdpo_nemo.observe.html_report import write_report
 from gdpo_nemo.observe.journal import Journal, read_journal, sample_hash
@@ -239,6 +239,20 @@ def test_names_of_families_are_checked(rewards, message):
 def test_family_scale_needs_a_family():
     with pytest.raises(ConfigError, match="gdpo.family_scale: has no effect unless gdpo.rewards has a family"):
         validate(config("gdpo.family_scale=none", "gdpo.rewards={ok: 1}"))
+
+
+def test_each_row_of_a_group_adds_its_criteria():
+    """The second group has another prompt and the criteria of the third, which is compared with the first."""
+    first, other, third = (
+        group(str(number), rubric, [{name: 1}, {name: 0}])
+        for number, rubric, name in ((1, [POLITE], "polite"), (2, [LONG], "long"), (3, [LONG], "long"))
+    )
+    for sample in other.trajectories:
+        sample.prompt = replace(sample.prompt, token_ids=np.arange(5, dtype=np.int32))
+    family = families_of(trajectories_of([first, other, third]), "prompt")["rubric/*"]
+    assert family.names[0] == family.names[4] == ("rubric/polite", "rubric/long")
+    np.testing.assert_array_equal(family.rewards[1], [np.nan, np.nan, np.nan, np.nan, 1, 0])
+    np.testing.assert_array_equal(family.rewards[0], [1, 0, 1, 0, np.nan, np.nan])
 
 
 def test_ppo_with_turn_credit_refuses_a_family():
