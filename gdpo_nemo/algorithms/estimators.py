@@ -251,6 +251,9 @@ def gd2po(table: RewardTable, settings: Settings, mode: str = "hard", tau: float
         raise ValueError(f"mode must be 'hard' or 'snr', got {mode!r}")
     terms = gdpo(table, settings)
     components = table.by_component(terms.components)
+    if table.families:  # The sign of criteria that cancel would depend on their order.
+        sizes = table.by_component(np.abs(terms.components))
+        components = np.where(np.abs(components) <= ROUNDING * sizes, 0.0, components)
     conflict = np.asarray((components > 0).any(axis=0) & (components < 0).any(axis=0))
     if mode == "snr":
         conflict &= np.abs(components.sum(axis=0)) < tau * np.abs(components).sum(axis=0)

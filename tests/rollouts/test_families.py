@@ -146,7 +146,8 @@ def test_the_term_of_a_criterion_acts_on_its_tokens():
     np.testing.assert_allclose(tokens, [polite + long, long, long], rtol=1e-6)
 
 
-def test_recorded_criteria_give_the_same_advantages_in_a_replay_and_in_explain(tmp_path, capsys):
+def test_recorded_criteria_give_the_same_advantages_in_a_replay_and_in_explain(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     verdicts = [{"polite": 1, "long": 1, "right": 1}, {"polite": 0, "long": 0, "right": None}, {"right": 0}]
     made = group("1", [POLITE, LONG, RIGHT], verdicts)
     made.position = 0
