@@ -250,7 +250,8 @@ class Trainer:
         was_reached = self.goals.reached(self.state)
         self.goals.count(self.state)
         if self.goals.reached(self.state) and not was_reached:
-            self.log.note(f"step {step}: all goals of gdpo.stop_when are met: {self.goals.describe(row)}; the run ends")
+            goals = self.goals.describe(row)
+            self.log.note(f"the validation after step {step} meets all goals of gdpo.stop_when: {goals}; the run ends")
 
     def save(self) -> None:
         """Write a checkpoint of the current state. With ``checkpointing.async_save``, only begin to write it."""

@@ -554,7 +554,9 @@ def test_a_run_ends_when_every_goal_is_met(overrides, steps):
     told = [line for line in run.alerts if "gdpo.stop_when" in line]
     assert len(told) == (steps < 4)
     if steps < 4:
-        assert told[0].startswith(f"step {steps}: all goals of gdpo.stop_when are met: a 0.25 ± 0.25 (goal 0.")
+        assert told[0].startswith(
+            f"the validation after step {steps} meets all goals of gdpo.stop_when: a 0.25 ± 0.25 (goal 0."
+        )
 
 
 def test_a_resumed_run_knows_the_goals_that_it_met():
