@@ -53,7 +53,7 @@ def reward_of(criterion: str, text: str) -> float:
     """Return the reward of a criterion, from 0 to 1.
 
     Raises:
-        ConfigError: if there is no check for the criterion.
+        ConfigError: if the criterion is unknown.
     """
     runs = re.findall("[0-9]+", text)
     answer, dots = runs[-1] if runs else "", text.count(".")

@@ -1,6 +1,7 @@
 from importlib.util import find_spec
 
 import pytest
+from judge_server import JudgeServer
 from real_nemo_gym import COMPILED, RealGym
 
 # An extra of the project, since it needs a compiler; .ci/run installs it.
@@ -24,3 +25,11 @@ def real_gym(tmp_path_factory):
     gym = RealGym(*names, *COMPILED, "tagged_sum", log=log)
     yield gym
     gym.close()
+
+
+@pytest.fixture
+def server():
+    """OpenAI-compatible endpoint of a scripted judge on the loopback interface, for the tests of judges."""
+    server = JudgeServer()
+    yield server
+    server.stop()

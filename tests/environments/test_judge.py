@@ -2,7 +2,6 @@ import logging
 
 import pytest
 from environment_samples import trajectory
-from judge_server import JudgeServer
 
 from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.environments.execution.pool import EnvironmentPool
@@ -13,13 +12,6 @@ from gdpo_nemo.environments.tasks.reward_functions import Functions
 from gdpo_nemo.utils.errors import ConfigError, FailureKind, RunError, kind_of
 
 KEY = "sk-verysecret-" + "0123456789" * 5
-
-
-@pytest.fixture
-def server():
-    server = JudgeServer()
-    yield server
-    server.stop()
 
 
 def options(server, **arguments):

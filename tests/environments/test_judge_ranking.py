@@ -4,7 +4,6 @@ from itertools import permutations
 
 import pytest
 from environment_samples import trajectory
-from judge_server import JudgeServer
 
 from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.environments.execution.pool import EnvironmentPool
@@ -14,13 +13,6 @@ from gdpo_nemo.utils.errors import ConfigError
 
 FIXED = {"sunny": "a lot of sun", "wet": "more rain"}
 TEXTS = ["sun sun rain", "sun", "none", "none sun"]
-
-
-@pytest.fixture
-def server():
-    server = JudgeServer()
-    yield server
-    server.stop()
 
 
 def options(server, **arguments):

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from environment_samples import trajectory
-from judge_server import JudgeServer
 
 from gdpo_nemo.algorithms.rubrics import Criterion
 from gdpo_nemo.commands import cli
@@ -31,13 +30,6 @@ RUBRIC = [
 ]
 ANSWER = "sun, moon, moon, sun"
 REWARDS = {"rubric/sun": 1.0, "rubric/rain": 0.0, "rubric/moons": 0.5, "rubric/mood": None}
-
-
-@pytest.fixture
-def server():
-    server = JudgeServer()
-    yield server
-    server.stop()
 
 
 def options(server, **arguments):
