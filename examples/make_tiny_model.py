@@ -176,7 +176,7 @@ def make_rounds_model(folder: str, seed: int, steps: int = WARM_UP_STEPS) -> Non
         _warm_up(scratch, partial, seed, steps, _round_rows(seed), rows_per_step=24)
 
 
-def make_digit_chat_model(folder: str, seed: int, steps: int = 300) -> None:
+def make_digit_chat_model(folder: str, seed: int, steps: int = 600) -> None:
     """Write a model of the size of ``make_small_model`` with a chat template, for the packages of ``verifiers/``.
 
     Half of its training texts sort digits. The others look up codes with a tool, mostly with some mistake. See

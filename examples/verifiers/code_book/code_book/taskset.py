@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from typing import Literal
 
 import verifiers.v1 as vf
 
@@ -27,8 +26,6 @@ class CodeBookTaskConfig(vf.TaskConfig):
 class CodeBookConfig(vf.TasksetConfig):
     """Options of the tasks."""
 
-    split: Literal["train", "test"] = "train"
-    """train or test. Every fifth key belongs to test."""
     seed: int = 0
     """Seed of the order of the tasks."""
     tools: vf.SharedToolsetConfig = vf.SharedToolsetConfig()
@@ -83,7 +80,7 @@ class CodeBookTask(vf.Task[CodeBookData, vf.State, CodeBookTaskConfig]):
 
 
 class CodeBookTaskset(vf.Taskset[CodeBookTask, CodeBookConfig]):
-    """80 training tasks or 20 test tasks, and one tool server for all of them."""
+    """One task for each of the 100 keys, and one tool server for all of them."""
 
     @classmethod
     def toolsets(cls, config: CodeBookConfig) -> list[vf.Toolset]:
@@ -92,10 +89,6 @@ class CodeBookTaskset(vf.Taskset[CodeBookTask, CodeBookConfig]):
 
     def load(self) -> Iterator[CodeBookTask]:
         """Yield the tasks."""
-        numbers = list(range(KEYS))
-        random.Random(self.config.seed).shuffle(numbers)
-        held_out = self.config.split == "test"
-        for number in numbers:
-            if (number % 5 == 0) == held_out:
-                key = f"{number:02d}"
-                yield CodeBookTask(CodeBookData(id=key, prompt=f"+{key}=", key=key), self.config.task)
+        for number in random.Random(self.config.seed).sample(range(KEYS), KEYS):
+            key = f"{number:02d}"
+            yield CodeBookTask(CodeBookData(id=key, prompt=f"+{key}=", key=key), self.config.task)

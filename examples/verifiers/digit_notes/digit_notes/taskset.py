@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator
-from typing import Literal
 
 import verifiers.v1 as vf
 
@@ -18,17 +17,16 @@ from digit_notes.notes import FIRST, KEPT, notes_of, parts_of
 
 TURNS = 3
 LENGTH = FIRST + (TURNS - 1) * (FIRST - KEPT)
-TASKS = 10_000
 _SHAPE = re.compile(r"<t>[^<>]*</t><a>[^<>]*</a>")
 
 
 class DigitNotesConfig(vf.TasksetConfig):
     """Options of the tasks."""
 
-    split: Literal["train", "test"] = "train"
-    """train or test."""
+    tasks: int = 10_000
+    """Number of tasks."""
     seed: int = 0
-    """Seed of the order of the tasks."""
+    """Seed of the tasks."""
 
 
 class DigitNotesData(vf.TaskData):
@@ -68,12 +66,12 @@ class DigitNotesTask(vf.Task[DigitNotesData]):
 
 
 class DigitNotesTaskset(vf.Taskset[DigitNotesTask, DigitNotesConfig]):
-    """10,000 tasks of each split, in an order that the seed chooses."""
+    """Random tasks."""
 
     def load(self) -> Iterator[DigitNotesTask]:
         """Yield the tasks."""
-        draw = random.Random(f"{self.config.split} {self.config.seed}")
-        for _ in range(TASKS):
+        draw = random.Random(self.config.seed)
+        for _ in range(self.config.tasks):
             digits = "".join(draw.choices("0123456789", k=LENGTH))
             data = DigitNotesData(id=digits, prompt=f"{digits[:FIRST]}=", digits=digits)
             yield DigitNotesTask(data, self.config.task)
