@@ -123,11 +123,20 @@ class Environment:
 
     def use_run_folder(self, folder: Path) -> None:
         """Use the run folder, for example for a cache that survives restarts. The driver calls this method at the start
-        of a training run if the environment is ``remote``."""
+        of a training run if the environment is ``remote`` or ``plays_with_endpoint``."""
+
+    def use_endpoint(self, url: str, api_key: str | None) -> None:
+        """Use the run's endpoint in ``play``. The driver calls this method once if the environment
+        ``plays_with_endpoint``.
+
+        Args:
+            url: URL of the endpoint, without a path.
+            api_key: access token, or None if the endpoint accepts every request.
+        """
 
     def close(self) -> None:
         """Cancel requests in flight and release resources. The driver calls this method after ``preflight``, and at the
-        end of the run if the environment is ``remote``."""
+        end of the run if the environment is ``remote`` or ``plays_with_endpoint``."""
 
     @property
     def verifies(self) -> bool:

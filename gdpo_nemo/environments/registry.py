@@ -30,6 +30,7 @@ _OTHER_NAMES = {
     "nemo_gym": "gdpo_nemo.environments.nemo_gym.environment:NemoGym",
     "nemo_gym_agent": "gdpo_nemo.environments.nemo_gym.agent_environment:NemoGymAgent",
     "openenv": "gdpo_nemo.environments.openenv.episodes:OpenEnv",
+    "verifiers": "gdpo_nemo.environments.verifiers.environment:Verifiers",
 }
 """Built-in environments whose name differs from the name of their file."""
 
