@@ -1,7 +1,7 @@
 """Sort five digits in one turn, and show the work: ``39172=`` is answered by ``<t>...</t><a>12379</a>``.
 
-Three functions score an answer. They have nothing to do with each other, and the last one is rarely met by chance, so
-its share of a weighted sum is small.
+Three functions score an answer. The first one has values from 0 to 5 and the others 0 or 1, and a model rarely meets
+the last one by chance.
 """
 
 from __future__ import annotations
@@ -49,10 +49,9 @@ class DigitOrderTask(vf.Task[DigitOrderData, vf.State, DigitOrderTaskConfig]):
         return trace.num_turns >= 1
 
     @vf.reward(weight=1.0)
-    async def ascending(self, trace: vf.Trace) -> float:
-        """Return 1 if the last number of the answer is the sorted digits."""
-        numbers = _NUMBER.findall(trace.last_reply)
-        return float(bool(numbers) and numbers[-1] == "".join(sorted(self.data.digits)))
+    async def in_place(self, trace: vf.Trace) -> float:
+        """Return the number of digits that are at their place in the result, the last number of the answer."""
+        return float(self._in_place(trace))
 
     @vf.reward(weight=1.0)
     async def tagged(self, trace: vf.Trace) -> float:
@@ -65,9 +64,16 @@ class DigitOrderTask(vf.Task[DigitOrderData, vf.State, DigitOrderTaskConfig]):
         return float(trace.last_reply.count(".") == self.config.dots)
 
     @vf.metric
-    async def reply_length(self, trace: vf.Trace) -> float:
-        """Return the number of characters of the answer."""
-        return float(len(trace.last_reply))
+    async def ascending(self, trace: vf.Trace) -> float:
+        """Return 1 if all digits are at their place."""
+        return float(self._in_place(trace) == DIGITS)
+
+    def _in_place(self, trace: vf.Trace) -> int:
+        """Return the number of digits at their place, or 0 if the result has too many or too few digits."""
+        numbers = _NUMBER.findall(trace.last_reply)
+        if not numbers or len(numbers[-1]) != DIGITS:
+            return 0
+        return sum(map(str.__eq__, numbers[-1], sorted(self.data.digits)))
 
 
 class DigitOrderTaskset(vf.Taskset[DigitOrderTask, DigitOrderConfig]):
