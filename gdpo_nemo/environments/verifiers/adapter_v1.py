@@ -14,17 +14,16 @@ import inspect
 import itertools
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
 
 import httpx
 import verifiers
 from verifiers.v1.clients import ModelContext
-from verifiers.v1.clients.client import RelayReply
 from verifiers.v1.clients.eval import EvalClient
 from verifiers.v1.configs.agent import agent_config_fields
-from verifiers.v1.configs.client import EvalClientConfig
+from verifiers.v1.configs.client import TrainClientConfig
 from verifiers.v1.configs.harness import HarnessConfig
 from verifiers.v1.configs.select import SelectConfig
 from verifiers.v1.dialects.chat import message_to_wire
@@ -132,6 +131,7 @@ class PolicyClient(EvalClient):
     ) -> Any:
         """Return the endpoint's reply without its token fields, which harnesses would send back in every turn."""
         record = _records.get(session_id or "")
+        body = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
         try:
             response = await super().get_response(dialect, body, sampling, session_id, **other)
         except ProviderError as error:
@@ -144,22 +144,6 @@ class PolicyClient(EvalClient):
             record.failure = ""
             record.turns += _take_tokens(response.raw)
         return response
-
-    async def relay(
-        self, dialect: Any, body: dict[str, Any], session_id: str | None = None, headers: Any = None
-    ) -> RelayReply:
-        """Return a complete reply as a stream."""
-        body = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
-        response = await self.get_response(dialect, body, None, session_id, headers=headers)
-
-        async def events() -> AsyncIterator[bytes]:
-            for event in dialect.stream_events(response.raw):
-                yield event
-
-        async def close() -> None:
-            pass
-
-        return RelayReply("text/event-stream", events(), close)
 
 
 def _take_tokens(reply: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -268,7 +252,8 @@ class Adapter:
         """Play one episode for each task and return the results."""
         async with self._lock:
             await self._start()
-        client = EvalClientConfig(base_url=policy.url, api_key_var=API_KEY)
+        # With this class, the interception server makes streams from complete replies.
+        client = TrainClientConfig(base_url=policy.url, api_key_var=API_KEY)
         sampling = SamplingConfig(temperature=policy.temperature, top_p=policy.top_p)
         context = ModelContext(policy.model, client, sampling)
         found = [self._checked_task(**task) for task in tasks]
