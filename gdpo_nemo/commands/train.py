@@ -152,7 +152,7 @@ def _check_local(
 
     config = resolved.config
     environments = load_environments(config.env)
-    check_rewards(config.gdpo, resolved.algorithm, environments)
+    check_rewards(config, resolved.algorithm, environments)
     if tokenizer is not None and config.teacher.model_name and Path(config.teacher.model_name).is_dir():
         check_same_tokens(tokenizer, config.teacher.model_name, "teacher.model_name")
     found = []

@@ -20,6 +20,7 @@ from gdpo_nemo.algorithms.offpolicy import CORRECTIONS
 from gdpo_nemo.algorithms.preference_objectives import PREFERENCES
 from gdpo_nemo.algorithms.rubrics import is_family
 from gdpo_nemo.config.algorithm_choice import ALGORITHMS, Unused, is_transform, resolved_loss, spec_of
+from gdpo_nemo.config.environment_algorithms import own_configs
 from gdpo_nemo.config.layout import validations
 from gdpo_nemo.config.rollout_checks import steps_ahead
 from gdpo_nemo.config.schema import Config
@@ -363,11 +364,20 @@ SWITCHED_OFF: tuple[Effect, ...] = (
 
 
 def keys_without_effect(config: Config, effects: tuple[Effect, ...] = EFFECTS) -> list[str]:
-    """Return a sentence for each changed key that has no effect, in the order of ``effects``."""
+    """Return a sentence for each changed key that has no effect, in the order of ``effects``.
+
+    A key also has an effect if an environment with its own algorithm uses its value.
+    """
+    own = list(own_configs(config).values())
     found = []
     for effect in effects:
-        if not effect.when(config):
-            found += [f"{key}: has no effect {effect.why}" for key in effect.keys.split() if changed(config, key)]
+        if effect.when(config):
+            continue
+        users = [other for other in own if effect.when(other)]
+        for key in effect.keys.split():
+            used = any(value_of(other, key) == value_of(config, key) for other in users)
+            if changed(config, key) and not used:
+                found.append(f"{key}: has no effect {effect.why}")
     return found
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from gdpo_nemo.algorithms.table import CONSTANT_RANGE
+from gdpo_nemo.config.environment_algorithms import config_of
 from gdpo_nemo.config.rollout_checks import DIFFICULTIES
 from gdpo_nemo.config.schema import Config, SelectionConfig
 from gdpo_nemo.data.prompts import PromptSource
@@ -50,6 +51,7 @@ def signals_of(group: Group, config: Config) -> Signals:
     The rewards are those after ``gdpo.shaping``. A family of criteria counts as one component. A component without a
     reward in the group is omitted.
     """
+    config = config_of(config, group.prompt.environment)
     samples = [t for t in group.trajectories if t.trains]
     signals = {}
     for name, column in (reward_columns(samples, config) if samples else {}).items():

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gdpo_nemo.config.data_files import is_broken_link
+from gdpo_nemo.config.environment_algorithms import trained_configs
 from gdpo_nemo.config.layout import Resolved
 from gdpo_nemo.config.model_checks import check_continued, companion, read_model_config
 from gdpo_nemo.config.rollout_checks import check_turns_kept
@@ -89,7 +90,7 @@ def read_inputs(resolved: Resolved, splits: Sequence[str]) -> Inputs:
     config = resolved.config
     with phase("environments"):
         environments = load_environments(config.env)
-    check_rewards(config.gdpo, resolved.algorithm, environments)
+    check_rewards(config, resolved.algorithm, environments)
     with phase("model"):
         folder = model_folder(config, resolved.model.source)
     with phase("tokenizer"):
@@ -97,7 +98,8 @@ def read_inputs(resolved: Resolved, splits: Sequence[str]) -> Inputs:
         found = check_tokens(config, tokenizer, folder)
         if config.teacher.model_name:
             check_same_tokens(tokenizer, teacher_folder(config.teacher), "teacher.model_name")
-    check_own_functions(config)
+    for trained in trained_configs(config):
+        check_own_functions(trained)
     algorithm = load_algorithm(config, resolved.algorithm)
     if algorithm.samples:
         _check_custom_transport(config.weights)
@@ -114,7 +116,7 @@ def read_inputs(resolved: Resolved, splits: Sequence[str]) -> Inputs:
     if algorithm.samples:
         with phase("preflight"):
             _preflight(environments, sources)
-        check_rewards(config.gdpo, resolved.algorithm, environments)
+        check_rewards(config, resolved.algorithm, environments)
     for source in sources.values():
         if sentence := source.left_out():
             found.append(sentence)
