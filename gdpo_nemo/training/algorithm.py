@@ -132,7 +132,9 @@ class Algorithm[Batch, Prepared](ABC):
             evaluated: ``Group`` objects with rewards if the algorithm samples, otherwise ``Prompt`` objects.
         """
         gdpo = self.config.gdpo
-        return validation_metrics(evaluated, gdpo.val_pass_at_k, self._directions, gdpo.stop_when)
+        return validation_metrics(
+            evaluated, gdpo.val_pass_at_k, self._directions, gdpo.stop_when, environments=list(self.config.env)
+        )
 
     @property
     def _directions(self) -> dict[str, int]:
