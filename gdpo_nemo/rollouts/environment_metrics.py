@@ -23,10 +23,11 @@ def environment_metrics(groups: Sequence[Group], config: Config) -> dict[str, fl
     """Return the metrics ``rollout/groups/<environment>`` and ``reward/<environment>/<component>/...`` of a batch.
 
     The latter are ``mean``, ``std``, ``missing`` and ``dead_groups``, as for all samples (``algorithms.Diagnostics``).
-    They are absent for components that apply to no sample of the environment. The result is empty if the config has
-    only one environment.
+    They are absent for components that apply to no sample of the environment. The result is empty if all training rows
+    have the same environment.
     """
-    if len(config.env) < 2:
+    data = config.data.train
+    if len(config.env) < 2 or (data.environment is not None and data.environment_key is None):
         return {}
     trajectories = trajectories_of(groups)
     columns = reward_columns(trajectories, config)

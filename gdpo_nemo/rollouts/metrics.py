@@ -342,22 +342,19 @@ def validation_metrics(
     pass_at: Sequence[int] = (),
     directions: Mapping[str, int] | None = None,
     errors_of: Container[str] = (),
-    *,
-    environments: Sequence[str] = (),
 ) -> dict[str, float]:
     """Return the metrics ``validation/...`` of the held-out samples.
 
-    The metrics are the mean and pass@k of each component, also by environment, the mean length, the fraction of
-    failures, and logged metrics.
+    The metrics are the mean and pass@k of each component, the mean length, the fraction of failures, and logged
+    metrics. If the prompts have several environments, mean and pass@k are also measured for each environment.
 
     Args:
         pass_at: values of k for pass@k.
         directions: result of ``component_weights.directions``.
         errors_of: components whose standard error is included.
-        environments: names in the section ``env``. If there are several, their metrics ``validation/<environment>/...``
-            are included.
     """
     trajectories = trajectories_of(groups)
+    environments = list(dict.fromkeys(group.prompt.environment for group in groups))
     row: dict[str, float] = {}
     for name in reward_names(trajectories):
         rewards = [_rewards_of(group, name) for group in groups]

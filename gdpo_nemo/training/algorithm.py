@@ -132,9 +132,7 @@ class Algorithm[Batch, Prepared](ABC):
             evaluated: ``Group`` objects with rewards if the algorithm samples, otherwise ``Prompt`` objects.
         """
         gdpo = self.config.gdpo
-        return validation_metrics(
-            evaluated, gdpo.val_pass_at_k, self._directions, gdpo.stop_when, environments=list(self.config.env)
-        )
+        return validation_metrics(evaluated, gdpo.val_pass_at_k, self._directions, gdpo.stop_when)
 
     @property
     def _directions(self) -> dict[str, int]:

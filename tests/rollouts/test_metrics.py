@@ -116,18 +116,23 @@ def test_validation_has_the_unbiased_pass_at_k_of_every_component_on_request():
     assert "unbiased" in about_of("validation/a/pass_at/2")
 
 
-def test_validation_is_also_measured_by_environment_in_a_run_with_several():
-    both = [Group(sample(environment=name).prompt, [sample(rewards=rewards, environment=name) for rewards in found])
-            for name, found in (("math", [{"a": 1.0, "b": 2.0}, {"a": 0.0, "b": 4.0}]), ("code", [{"a": 0.5}] * 2))]  # fmt: skip
-    row = validation_metrics(both, [2], {"b": -1}, environments=["math", "code", "chat"])
+def test_validation_is_also_measured_by_environment_if_the_prompts_have_several():
+    rewards = {"math": [{"a": 1.0, "b": 2.0}, {"a": 0.0, "b": 4.0}], "code": [{"a": 0.5}, {"a": 0.5}]}
+    both = []
+    for name, found in rewards.items():
+        made = [sample(rewards=values, environment=name) for values in found]
+        both.append(Group(made[0].prompt, made))
+    row = validation_metrics(both, [2], {"b": -1})
     alone = {name: validation_metrics([group], [2], {"b": -1}) for name, group in zip(("math", "code"), both)}
     expected = {}
     for name, found in alone.items():
         for key, value in found.items():
             if key not in ("validation/mean_length", "validation/env_failed"):
                 expected[key.replace("validation/", f"validation/{name}/")] = value
-    assert len(expected) == 6 and {key: row[key] for key in row if key.count("/") - ("pass_at" in key) * 2 > 1} == expected
-    assert validation_metrics(both, [2], {"b": -1}, environments=["math"]).keys() == row.keys() - expected.keys()
+    together = [key for key in row if key not in expected]
+    assert len(expected) == 6 and {key: row[key] for key in expected} == expected
+    assert together == [f"validation/{key}" for key in ("a", "a/pass_at/2", "b", "b/pass_at/2", "mean_length",
+                                                        "env_failed")]  # fmt: skip
     assert unknown_metrics([row]) == [] and "component math/a " in about_of("validation/math/a")
 
 
@@ -139,6 +144,7 @@ def test_rewards_by_environment_are_those_of_a_batch_of_this_environment(config,
     config.gdpo.shaping = [{"component": "format", "condition": {"on": "correctness", "ge": 0.5}}]
     config.gdpo.group_by = ["row", "prompt", "row"][seed]
     config.env = {"math": {}, "code": {}, "unused": {}}
+    config.data.train.environment = None
     groups = []
     for index in range(12):
         prompt = Prompt(str(index), np.array([index // 3], np.int32), "", ("math", "code")[index % 3 == 0])
@@ -156,7 +162,7 @@ def test_rewards_by_environment_are_those_of_a_batch_of_this_environment(config,
             if key.startswith("reward/") and key.endswith(("/mean", "/std", "/missing", "/dead_groups")):
                 expected[key.replace("reward/", f"reward/{name}/")] = pytest.approx(value, abs=1e-12)
     assert row == expected and len(row) == 16
-    config.env = {"math": {}}
+    config.data.train.environment = "math"
     assert environment_metrics(groups, config) == {}
 
 
