@@ -202,7 +202,7 @@ EFFECTS: tuple[Effect, ...] = (
         "gdpo.stop_when gdpo.dynamic_sampling.enabled rollout.max_staleness "
         "rollout.group_timeout_s rollout.replay_buffer.groups "
         "rollout.function rollout.save_trainer_logprobs rollout.save_entropies rollout.save_groups "
-        "rollout.endpoint.enabled rollout.selection.enabled policy.router_replay",
+        "rollout.endpoint.enabled rollout.selection.enabled policy.router_replay data.mix",
         lambda c: spec_of(c).samples,
         "with an algorithm that does not sample",
     ),
@@ -296,13 +296,11 @@ EFFECTS: tuple[Effect, ...] = (
         "while gdpo.dynamic_sampling.enabled is false",
     ),
     Effect(
-        "rollout.selection.min_rate rollout.selection.memory rollout.selection.sources rollout.selection.difficulties",
+        "rollout.selection.min_rate rollout.selection.memory rollout.selection.difficulties",
         lambda c: c.rollout.selection.enabled,
         "while rollout.selection.enabled is false",
     ),
-    Effect(
-        "rollout.selection.source", lambda c: bool(c.rollout.selection.sources), "without rollout.selection.sources"
-    ),
+    Effect("data.mix_key", lambda c: bool(c.data.mix), "without data.mix"),
     Effect(
         "rollout.replay_buffer.reuse rollout.replay_buffer.max_age",
         lambda c: c.rollout.replay_buffer.groups > 0,

@@ -237,8 +237,12 @@ def _check_environment(key: str, data: DatasetConfig, config: Config) -> None:
     if data.prompt_template is not None and "{prompt}" not in data.prompt_template:
         raise ConfigError(f"{key}.prompt_template: must contain {{prompt}}, which the prompt replaces")
     names = list(config.env)
-    if data.environment is None and data.environment_key is None and len(names) > 1:
-        raise ConfigError(f"{key}.environment: must be set because env has several environments: {', '.join(names)}")
+    all_generate = data.path is None and config.data.mix
+    if data.environment is None and data.environment_key is None and len(names) > 1 and not all_generate:
+        remedy = "" if data.path else "; or list their fractions in data.mix, so that all of them generate prompts"
+        raise ConfigError(
+            f"{key}.environment: must be set because env has several environments: {', '.join(names)}{remedy}"
+        )
     if data.environment is not None and data.environment not in names:
         near = difflib.get_close_matches(data.environment, names, n=1)
         hint = f"did you mean {near[0]}?" if near else f"env has {', '.join(names)}"

@@ -25,6 +25,7 @@ from gdpo_nemo.config.sections import PolicyConfig, max_prompt_tokens
 from gdpo_nemo.config.transports import TRANSPORTS
 from gdpo_nemo.data.end_tokens import end_token_notes
 from gdpo_nemo.data.examples import source_of
+from gdpo_nemo.data.mix import check_mix
 from gdpo_nemo.data.prompts import PromptSource
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.tokenizer import Tokenizer, check_same_tokens, check_vocabulary, load_tokenizer
@@ -34,7 +35,6 @@ from gdpo_nemo.models.peft import read_peft_adapter
 from gdpo_nemo.models.sources import DOWNLOADED, Format, Source, described_by, recognise
 from gdpo_nemo.observe.display import active
 from gdpo_nemo.rollouts.functions import rollout_methods
-from gdpo_nemo.rollouts.prompt_pools import check_sources
 from gdpo_nemo.rollouts.user_functions import check_own_functions
 from gdpo_nemo.training import model_factory
 from gdpo_nemo.training.algorithm import Algorithm, load_algorithm
@@ -111,8 +111,8 @@ def read_inputs(resolved: Resolved, splits: Sequence[str]) -> Inputs:
         sources = {}
         for split in splits:
             sources[split] = make_source(getattr(config.data, split), environments, tokenizer, split=split)
-    if "train" in sources:
-        check_sources(config.rollout.selection, sources["train"])
+    if config.data.mix and "train" in sources:
+        check_mix(config.data, ((p.id, p.environment, p.fields) for p in sources["train"].head()))
     if algorithm.samples:
         with phase("preflight"):
             _preflight(environments, sources)
