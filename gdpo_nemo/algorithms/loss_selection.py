@@ -10,9 +10,17 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
-from gdpo_nemo.algorithms.loss_settings import KL_GRADIENTS, OLD_LOGPROBS, LossSettings, OffPolicySettings, TermLoss
+from gdpo_nemo.algorithms.loss_settings import (
+    KL_GRADIENTS,
+    OLD_LOGPROBS,
+    LossByPart,
+    LossSettings,
+    OffPolicySettings,
+    TermLoss,
+)
 from gdpo_nemo.algorithms.losses import AGGREGATIONS, KL_KINDS, LOSSES, Loss
 from gdpo_nemo.algorithms.offpolicy import CORRECTIONS, LEVELS, Correction
 from gdpo_nemo.algorithms.ppo import ActorCriticSettings
@@ -20,7 +28,7 @@ from gdpo_nemo.algorithms.preference_objectives import PreferenceUpdate
 from gdpo_nemo.algorithms.ranges import check_numbers
 from gdpo_nemo.algorithms.table import nearest
 
-Objective = LossSettings | PreferenceUpdate | ActorCriticSettings | TermLoss
+Objective = LossSettings | PreferenceUpdate | ActorCriticSettings | TermLoss | LossByPart
 """Settings of an update's loss, which every rank receives. `OBJECTIVES` in `policy_loss.py` maps the types of settings
 to loss functions."""
 Functions = Mapping[str, Callable[..., Any]]
@@ -206,6 +214,8 @@ def reads_whole_sequences(settings: Objective) -> bool:
     """Return True if the loss or the correction may combine the tokens of a sequence. Custom functions may."""
     if isinstance(settings, TermLoss):
         settings = settings.loss
+    if isinstance(settings, LossByPart):
+        return any(map(reads_whole_sequences, settings.parts))
     if not isinstance(settings, LossSettings):
         return True
     correction = settings.off_policy.correction
@@ -221,6 +231,8 @@ def loss_import_paths(settings: Objective) -> tuple[str, ...]:
     """Return the import paths of all custom functions in the settings."""
     if isinstance(settings, TermLoss):
         settings = settings.loss
+    if isinstance(settings, LossByPart):
+        return tuple(dict.fromkeys(chain.from_iterable(map(loss_import_paths, settings.parts))))
     if not isinstance(settings, LossSettings):
         return ()
     return tuple(name for name in (settings.type, settings.off_policy.correction) if is_import_path(name))
@@ -229,6 +241,8 @@ def loss_import_paths(settings: Objective) -> tuple[str, ...]:
 def why_all_sequences(settings: Objective, functions: Functions | None = None) -> str | None:
     """Return the reason why sequences with advantage 0 must not be skipped, or None if they do not affect the
     gradient."""
+    if isinstance(settings, LossByPart):
+        return next(filter(None, (why_all_sequences(part, functions) for part in settings.parts)), None)
     if not isinstance(settings, LossSettings) or settings.reads_every_sequence is not None:
         return settings.reads_every_sequence
     correction = settings.off_policy.correction

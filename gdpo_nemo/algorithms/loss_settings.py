@@ -146,6 +146,23 @@ class LossSettings:
 
 
 @dataclass(frozen=True)
+class LossByPart:
+    """Sum of policy-gradient losses, each of which reads the tokens of one part of an update (`TokenFields.part`)."""
+
+    parts: tuple[LossSettings, ...]
+
+    @property
+    def entropy_bonus(self) -> float:
+        """Entropy bonus of a part that has one, because the entropies need a gradient in this case; otherwise 0."""
+        return next((part.entropy_bonus for part in self.parts if part.entropy_bonus), 0.0)
+
+    @property
+    def reads_every_sequence(self) -> str | None:
+        """Reason why a part gives sequences with advantage 0 a gradient."""
+        return next((part.reads_every_sequence for part in self.parts if part.reads_every_sequence), None)
+
+
+@dataclass(frozen=True)
 class TermLoss:
     """Objective of which only the gradient is computed: one term of a policy-gradient loss, or an expected reward.
 

@@ -313,6 +313,11 @@ class LossMetrics:
     """Scalars that are combined by maximum. Empty if the micro-batch has no trained token."""
 
 
+def part_metric(number: int, name: str) -> str:
+    """Return the name of a metric in `LossMetrics` for one part of a `LossByPart`."""
+    return f"{number}:{name}"
+
+
 class TokenInput(NamedTuple):
     """Properties of a field of `TokenInputs`."""
 
@@ -354,6 +359,8 @@ class TokenInputs[Array]:
     """
     chosen: Array | None = _input(bool, missing=False)
     """True for tokens that the driver has selected by covariance for the loss kl_cov. None: no tokens."""
+    part: Array | None = _input(np.int32)
+    """Part of the update to which the token belongs, which only `LossByPart` reads."""
     terms: Array | None = _input(np.float32)
     """[tokens, terms]; terms of the advantages, which only `TermLoss` reads."""
 

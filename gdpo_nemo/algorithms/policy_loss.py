@@ -19,8 +19,16 @@ from gdpo_nemo.algorithms.loss_selection import (
     loss_entry,
     reads_staleness,
 )
-from gdpo_nemo.algorithms.loss_settings import LossSettings, OffPolicySettings, TermLoss
-from gdpo_nemo.algorithms.losses import LossMetrics, Reduce, TokenFields, kl_penalty, required, score_weight
+from gdpo_nemo.algorithms.loss_settings import LossByPart, LossSettings, OffPolicySettings, TermLoss
+from gdpo_nemo.algorithms.losses import (
+    LossMetrics,
+    Reduce,
+    TokenFields,
+    kl_penalty,
+    part_metric,
+    required,
+    score_weight,
+)
 from gdpo_nemo.algorithms.offpolicy import sequence_keep_mask
 from gdpo_nemo.algorithms.ppo import ActorCriticSettings
 from gdpo_nemo.algorithms.preference_losses import preference_loss
@@ -396,6 +404,43 @@ def _term(
     return term_loss(columns[0], _entropy(columns), fields, settings, reduce, functions)
 
 
+def _by_part(
+    columns: Columns, fields: TokenFields, settings: LossByPart, reduce: Reduce | None, functions: Functions
+) -> tuple[Tensor, LossMetrics]:
+    """Return the sum of the losses of the parts, and the metrics of all tokens and of each part (``part_metric``).
+
+    A metric that a part does not have is not a metric of all tokens, because the tokens of this part would count as 0.
+    """
+    part_of = required(fields.part, "part") if len(columns[0]) else fields.sequence_ids
+    total = columns[0].new_zeros(())
+    parts: list[LossMetrics] = []
+    for number, part in enumerate(settings.parts):
+        # Also without a token: all context-parallel ranks of a sequence must take part in its sums.
+        chosen = part_of == number
+        found = policy_loss(
+            columns[0][chosen],
+            None if len(columns) < 2 else columns[1][chosen],
+            fields.select(chosen),
+            part,
+            reduce,
+            functions=functions,
+            all_trained=True,
+        )
+        total = total + found[0]
+        parts.append(found[1])
+    sums: dict[str, Tensor] = {}
+    maxima: dict[str, Tensor] = {}
+    for name in parts[0].sums:
+        if all(name in part.sums for part in parts):
+            sums[name] = torch.stack([part.sums[name] for part in parts]).sum()
+    for number, part_metrics in enumerate(parts):
+        for name, value in part_metrics.maxima.items():
+            maxima[name] = maxima[name].maximum(value) if name in maxima else value
+        sums |= {part_metric(number, name): value for name, value in part_metrics.sums.items()}
+        maxima |= {part_metric(number, name): value for name, value in part_metrics.maxima.items()}
+    return total, LossMetrics(sums, maxima)
+
+
 def _preference(
     columns: Columns, fields: TokenFields, settings: PreferenceUpdate, reduce: Reduce | None, functions: Functions
 ) -> tuple[Tensor, LossMetrics]:
@@ -412,6 +457,7 @@ OBJECTIVES: dict[type[Objective], ObjectiveLoss] = {
     ActorCriticSettings: _actor_critic,
     PreferenceUpdate: _preference,
     TermLoss: _term,
+    LossByPart: _by_part,
 }
 """Loss function for each type of settings. The caller must remove tokens of weight 0."""
 

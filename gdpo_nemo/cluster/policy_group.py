@@ -23,7 +23,7 @@ from gdpo_nemo.cluster.worker_launcher import PRELOADED
 from gdpo_nemo.config.algorithm_choice import spec_of
 from gdpo_nemo.config.layout import has_flex_attention, prompt_sharing
 from gdpo_nemo.config.model_checks import resolve
-from gdpo_nemo.config.objective_checks import kl_in_reward
+from gdpo_nemo.config.objective_checks import reference_passes
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import (
     Budget,
@@ -134,7 +134,7 @@ class PolicyGroup(PolicyOperations):
         self._locations = {rank: actor.process_location.remote() for rank, actor in enumerate(self.ranks)}
         self._devices = [rank.device.remote() for rank in self.ranks]
         if reference is None:
-            reference = config.loss_fn.reference_policy_kl_penalty > 0 or kl_in_reward(config.gdpo)
+            reference = reference_passes(config) > 0
         head = spec_of(config).head
         self._seed = config.run.seed
         self._folder = folder

@@ -118,9 +118,11 @@ def metrics_page() -> str:
     return _page(
         "Metrics reference",
         "This page lists the keys of `metrics.jsonl`. Trackers use the same keys. `gdpo-nemo explain metric/KEY` "
-        "describes one metric. `NAME` is the name of a reward component or an environment. A training row contains the "
-        "keys of one step. A validation row contains `step` and the keys under `validation/`. Metrics that are not "
-        "measured or not finite are absent, "
+        "describes one metric. `NAME` is the name of a reward component or an environment. If the prompts "
+        "have several environments, the metrics `mean`, `std`, `missing` and `dead_groups` of `reward/NAME/` are also "
+        "measured for each environment (`reward/ENVIRONMENT/COMPONENT/mean`), as are `validation/NAME` and its pass@k "
+        "(`validation/ENVIRONMENT/COMPONENT`). A training row contains the keys of one step. A validation row "
+        "contains `step` and the keys under `validation/`. Metrics that are not measured or not finite are absent, "
         f"never 0. Metrics under `{OWN}` are values that custom reward functions pass to `log_metric`.",
         *body,
         "## Is a run healthy?",

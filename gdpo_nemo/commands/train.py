@@ -17,6 +17,7 @@ from gdpo_nemo.config.layout import Resolved
 from gdpo_nemo.config.load import load_config, to_yaml
 from gdpo_nemo.config.schema import Config, DatasetConfig, RunConfig
 from gdpo_nemo.config.sections import max_prompt_tokens
+from gdpo_nemo.data.mix import check_mix
 from gdpo_nemo.data.rows import Row, SlowRows, environment_of_row, load_rows
 from gdpo_nemo.data.tokenizer import Tokenizer, check_same_tokens
 from gdpo_nemo.models.sources import Format, Source, described_by
@@ -152,7 +153,7 @@ def _check_local(
 
     config = resolved.config
     environments = load_environments(config.env)
-    check_rewards(config.gdpo, resolved.algorithm, environments)
+    check_rewards(config, resolved.algorithm, environments)
     if tokenizer is not None and config.teacher.model_name and Path(config.teacher.model_name).is_dir():
         check_same_tokens(tokenizer, config.teacher.model_name, "teacher.model_name")
     found = []
@@ -161,10 +162,16 @@ def _check_local(
         rows = load_rows(data, environments, split, config.run.seed, _limit(data))
         prompts = _prompts(resolved, split, rows, environments, tokenizer)
         found.append(("data", f"data.{split}: {_row_count(rows, data)} of {data.path}; {prompts}"))
-        for index, row in enumerate(rows):
-            name = environment_of_row(row, data, environments, split, index)
+        names = [environment_of_row(row, data, environments, split, index) for index, row in enumerate(rows)]
+        for name, row in zip(names, rows):
             if data.strided is None:
                 first_rows.setdefault(name, (row, data.prompt_key))
+        if split == "train" and config.data.mix:
+            sources = ((row["id"], name, row) for name, row in zip(names, rows))
+            counts = check_mix(config.data, sources, complete=_limit(data) is None or len(rows) < SAMPLE)
+            found.append(
+                ("data", "data.mix: " + ", ".join(f"{count} rows of {name}" for name, count in counts.items()))
+            )
     if resolved.algorithm.samples:
         for name, (row, key) in first_rows.items():
             found.append(("env", _check_one_row(config, name, environments[name], row, key)))

@@ -20,6 +20,7 @@ from gdpo_nemo.algorithms.offpolicy import CORRECTIONS
 from gdpo_nemo.algorithms.preference_objectives import PREFERENCES
 from gdpo_nemo.algorithms.rubrics import is_family
 from gdpo_nemo.config.algorithm_choice import ALGORITHMS, Unused, is_transform, resolved_loss, spec_of
+from gdpo_nemo.config.environment_algorithms import own_configs
 from gdpo_nemo.config.layout import validations
 from gdpo_nemo.config.rollout_checks import steps_ahead
 from gdpo_nemo.config.schema import Config
@@ -201,7 +202,7 @@ EFFECTS: tuple[Effect, ...] = (
         "gdpo.stop_when gdpo.dynamic_sampling.enabled rollout.max_staleness "
         "rollout.group_timeout_s rollout.replay_buffer.groups "
         "rollout.function rollout.save_trainer_logprobs rollout.save_entropies rollout.save_groups "
-        "rollout.endpoint.enabled rollout.selection.enabled policy.router_replay",
+        "rollout.endpoint.enabled rollout.selection.enabled policy.router_replay data.mix",
         lambda c: spec_of(c).samples,
         "with an algorithm that does not sample",
     ),
@@ -295,13 +296,11 @@ EFFECTS: tuple[Effect, ...] = (
         "while gdpo.dynamic_sampling.enabled is false",
     ),
     Effect(
-        "rollout.selection.min_rate rollout.selection.memory rollout.selection.sources rollout.selection.difficulties",
+        "rollout.selection.min_rate rollout.selection.memory rollout.selection.difficulties",
         lambda c: c.rollout.selection.enabled,
         "while rollout.selection.enabled is false",
     ),
-    Effect(
-        "rollout.selection.source", lambda c: bool(c.rollout.selection.sources), "without rollout.selection.sources"
-    ),
+    Effect("data.mix_key", lambda c: bool(c.data.mix), "without data.mix"),
     Effect(
         "rollout.replay_buffer.reuse rollout.replay_buffer.max_age",
         lambda c: c.rollout.replay_buffer.groups > 0,
@@ -363,11 +362,20 @@ SWITCHED_OFF: tuple[Effect, ...] = (
 
 
 def keys_without_effect(config: Config, effects: tuple[Effect, ...] = EFFECTS) -> list[str]:
-    """Return a sentence for each changed key that has no effect, in the order of ``effects``."""
+    """Return a sentence for each changed key that has no effect, in the order of ``effects``.
+
+    A key also has an effect if an environment with its own algorithm uses its value.
+    """
+    own = list(own_configs(config).values())
     found = []
     for effect in effects:
-        if not effect.when(config):
-            found += [f"{key}: has no effect {effect.why}" for key in effect.keys.split() if changed(config, key)]
+        if effect.when(config):
+            continue
+        users = [other for other in own if effect.when(other)]
+        for key in effect.keys.split():
+            used = any(value_of(other, key) == value_of(config, key) for other in users)
+            if changed(config, key) and not used:
+                found.append(f"{key}: has no effect {effect.why}")
     return found
 
 

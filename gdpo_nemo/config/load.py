@@ -31,6 +31,12 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from gdpo_nemo.algorithms.noise import resolved
 from gdpo_nemo.config.algorithm_choice import ALGORITHMS, spec_named
 from gdpo_nemo.config.allowed_values import CHOICES, CUSTOM_FUNCTIONS, SECTIONS_OFF
+from gdpo_nemo.config.environment_algorithms import (
+    EnvironmentAlgorithm,
+    check_own_keys,
+    default_rewards,
+    own_configs,
+)
 from gdpo_nemo.config.interpolations import check_interpolations
 from gdpo_nemo.config.objective_checks import environment_weights
 from gdpo_nemo.config.schema import Config, GdpoConfig
@@ -419,7 +425,8 @@ def build_config(merged: DictConfig) -> Config:
         _check_choice("algorithm.type", OmegaConf.select(merged, "algorithm.type"))  # determines the mandatory keys
         samples = spec_named(merged.algorithm.type).samples
         if OmegaConf.is_missing(merged.gdpo, "rewards"):
-            weights = environment_weights(cast(dict[str, Any], OmegaConf.to_container(merged.env))) if samples else {}
+            environments = cast(dict[str, Any], OmegaConf.to_container(merged.env)) if samples else {}
+            weights = environment_weights(environments) or default_rewards(environments)
             if weights or not samples:
                 merged.gdpo.rewards = weights
                 written = OmegaConf.to_container(merged)
@@ -439,7 +446,23 @@ def build_config(merged: DictConfig) -> Config:
     config.gdpo.noise = _measured(config.gdpo)
     for key in CHOICES:
         _check_choice(key, functools.reduce(operator.getitem, key.split("."), content))
+    _check_own_algorithms(config)
     return config
+
+
+def _check_own_algorithms(config: Config) -> None:
+    """Check keys, types and choices of the algorithms of single environments. Raises ConfigError."""
+    for name, options in config.env.items():
+        if isinstance(options, dict) and "algorithm" in options:
+            _check(options["algorithm"], EnvironmentAlgorithm, f"env.{name}.algorithm", "")
+            check_own_keys(name, options["algorithm"])
+    for name, own in own_configs(config).items():
+        content = dataclasses.asdict(own)
+        for key in CHOICES:
+            try:
+                _check_choice(key, functools.reduce(operator.getitem, key.split("."), content))
+            except ConfigError as error:
+                raise error.within(f"env.{name}.algorithm") from None
 
 
 def _measured(gdpo: GdpoConfig) -> dict[str, Any]:

@@ -34,9 +34,11 @@ from gdpo_nemo.config.algorithm_choice import (
     check_example_type,
     old_logprobs_source,
     resolved_loss,
+    spec_of,
     trains_stale_samples_as_new,
 )
 from gdpo_nemo.config.data_files import may_be_on_the_hub
+from gdpo_nemo.config.environment_algorithms import own_configs, trained_configs
 from gdpo_nemo.config.layout import Layout, samples_per_step
 from gdpo_nemo.config.model_checks import check_model, read_model
 from gdpo_nemo.config.schema import Config, GdpoConfig
@@ -84,9 +86,50 @@ def check_components(gdpo: GdpoConfig, known: Iterable[str]) -> None:
             )
 
 
+def check_weighted_components(config: Config, known: Mapping[str, Iterable[str] | None]) -> None:
+    """Check that the environments return the components of ``gdpo.rewards`` and of the environments' algorithms.
+
+    Args:
+        known: for each environment, the components that it may return, or None if they are unknown.
+
+    Raises:
+        ConfigError: if a component is unknown.
+    """
+    if None not in known.values():
+        check_components(config.gdpo, {component for names in known.values() for component in names or ()})
+    for name, own in own_configs(config).items():
+        names = known[name]
+        if names is None:
+            continue
+        key = f"env.{name}.algorithm"
+        others = [component for component in own.gdpo.rewards if component not in names]
+        if others and own.gdpo.rewards == config.gdpo.rewards and not own.gdpo.shaping:
+            raise ConfigError(
+                f"{key}.gdpo.rewards: must be set, because gdpo.rewards contains {others[0]!r}, which this environment "
+                "does not return"
+            )
+        try:
+            check_components(own.gdpo, names)
+        except ConfigError as error:
+            raise error.within(key) from None
+
+
 def kl_in_reward(gdpo: GdpoConfig) -> bool:
     """Return whether the reward includes a KL penalty, which needs log-probs of the initial model."""
     return gdpo.kl_in_reward is not None
+
+
+def reference_passes(config: Config) -> int:
+    """Return how often the initial model scores a sample of a step: for the KL in the loss, and for that in the reward.
+
+    If environments have different algorithms, this is the largest number.
+    """
+    return max(bool(c.loss_fn.reference_policy_kl_penalty) + kl_in_reward(c.gdpo) for c in trained_configs(config))
+
+
+def has_teacher(config: Config) -> bool:
+    """Return whether a teacher scores the samples of the run or of an environment."""
+    return any(spec_of(c).section == "teacher" for c in trained_configs(config))
 
 
 def check_recorded_advantages(config: Config) -> None:
@@ -95,6 +138,10 @@ def check_recorded_advantages(config: Config) -> None:
     Raises:
         ConfigError: if they depend on a model.
     """
+    for name in own_configs(config):
+        raise ConfigError(
+            f"env.{name}.algorithm: not supported here, because the recorded samples of all environments are compared"
+        )
     if kl_in_reward(config.gdpo):
         raise ConfigError("gdpo.kl_in_reward: requires log-probs of the initial model, which rollouts do not record")
     source = {"ppo": "a value head", "distillation": "a teacher"}.get(config.algorithm.type)

@@ -137,6 +137,16 @@ def check_rollout_bounds(config: Config) -> None:
     _check_depth(config)
     _check_valid(config)
     _check_difficulties(config.rollout.selection.difficulties)
+    _check_mix(config)
+
+
+def _check_mix(config: Config) -> None:
+    mix = config.data.mix
+    if mix and not any(mix.values()):
+        raise ConfigError("data.mix: all fractions are 0; at least one must be more than 0")
+    for name in mix if config.data.mix_key is None else ():
+        if name not in config.env:
+            raise ConfigError(f"data.mix.{name}: env does not define {name!r}{nearest(name, config.env)}")
 
 
 def _check_difficulties(quotas: Mapping[str, float]) -> None:

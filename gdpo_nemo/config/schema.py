@@ -284,16 +284,10 @@ class SelectionConfig:
     memory: Annotated[float, Range(0, below=1)] = 0.25
     """Weight of the earlier groups of a prompt in its running shares and mean rewards. 0: only the last group
     counts."""
-    source: str = "environment"
-    """Column of the training rows that contains the name of the row's source, for `sources`. environment: the
-    environment that verifies the row."""
-    sources: Annotated[dict[str, float], Range(above=0)] = field(default_factory=dict)
-    """Quotas: share of each source in the sampled prompts, `{gsm8k: 2, math: 1}`, divided by their sum. All sources of
-    the training rows must be listed. Empty: as in the data, after selection."""
     difficulties: Annotated[dict[str, float], Range(above=0)] = field(default_factory=dict)
-    """Quotas: share of each difficulty in the sampled prompts of a source: new (not sampled yet), hard, medium and
-    easy, divided by their sum. The last three are thirds of the range of the weighted mean reward. A difficulty without
-    prompts gives its share to the others. Empty: no quotas."""
+    """Quotas: share of each difficulty in the sampled prompts (within each source of data.mix): new (not sampled yet),
+    hard, medium and easy, divided by their sum. The last three are thirds of the range of the weighted mean reward. A
+    difficulty without prompts gives its share to the others. Empty: no quotas."""
     variance_top_p: Annotated[float | None, Range(above=0, most=1)] = None
     """Train only groups that belong to the fewest groups with this share of the variance within groups, for at least
     one component (RAGEN-2, per component). gdpo.dynamic_sampling replaces the other groups. Null: no limit."""

@@ -325,12 +325,12 @@ class DatasetConfig:
     """Split of the hub dataset, or the split name passed to the environment."""
     environment: str | None = None
     """Name of the environment in `env` that verifies the rows, and that generates the prompts if path is not set. Null:
-    the only environment of the config."""
+    the only environment of the config, or with data.mix and without a path, all environments of the config."""
     environment_key: str | None = None
     """Column that names the environment in `env` that verifies each row, so that a batch can mix environments. Rows
     without a value use `environment`."""
     size: Annotated[int | None, Range(1)] = None
-    """Number of rows to read from the start of the file, or to generate with the environment."""
+    """Number of rows to read from the start of the file, or to generate with each environment."""
     prompt_key: str | None = None
     """Column that contains the prompt (text or chat messages). Null: the first existing column of messages, prompt,
     question, problem. With strided, this is the column that contains the raw text, and null means the column `text`."""
@@ -377,3 +377,11 @@ class DataConfig:
 
     train: DatasetConfig = field(default_factory=DatasetConfig)
     validation: DatasetConfig | None = None
+    mix: Annotated[dict[str, float], Range(0)] = field(default_factory=dict)
+    """Fraction of each environment in the sampled training prompts, `{math: 0.5, code: 0.3, chat: 0.2}`, divided by
+    their sum. All environments of the training rows must be listed; 0 leaves the rows of an environment out. After any
+    number of prompts, the number from an environment differs from its fraction by less than 1. Each environment has its
+    own epochs. Empty: as many prompts as the rows have."""
+    mix_key: str | None = None
+    """Column of the training rows that contains the name for `mix`, for example the row's dataset. Null: the
+    environment that verifies the row."""

@@ -10,13 +10,16 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections.abc import Mapping
 from datetime import datetime
+from typing import Any
 
 from gdpo_nemo.algorithms.ranges import check_numbers
 from gdpo_nemo.algorithms.rubrics import ALL
 from gdpo_nemo.config.algorithm_choice import AlgorithmSpec, spec_of
 from gdpo_nemo.config.allowed_values import ALIASED, LORA_TARGETS, RECOMPUTED_MODULES
 from gdpo_nemo.config.effects import SWITCHED_OFF, keys_without_effect, value_of
+from gdpo_nemo.config.environment_algorithms import check_whole_run, own_algorithm, own_configs
 from gdpo_nemo.config.health import read_checks
 from gdpo_nemo.config.layout import Layout, Resolved, check_prompt_sharing, resolve_layout, updates_per_step
 from gdpo_nemo.config.model_checks import check_files
@@ -70,6 +73,8 @@ def validate(config: Config, weights: bool = True) -> Resolved:
     check_rollout_bounds(config)
     check_learning(config, algorithm)
     check_algorithm(config, algorithm, layout)
+    check_whole_run(config)
+    _check_own_algorithms(config, layout)
     check_strided(config, algorithm)
     check_turns_kept(config)
     check_parsers(config.policy.generation)
@@ -82,6 +87,34 @@ def validate(config: Config, weights: bool = True) -> Resolved:
         *keys_without_effect(config, SWITCHED_OFF),
     )
     return Resolved(config, algorithm, layout, model, notes)
+
+
+def _check_own_algorithms(config: Config, layout: Layout) -> None:
+    """Check the config of each environment that has its own algorithm like that of the run. Raises ConfigError."""
+    for name, own in own_configs(config).items():
+        algorithm = spec_of(own)
+        try:
+            check_ranges(own)
+            _check_component_names(own.gdpo)
+            _check_rewards(own.gdpo, algorithm)
+            idle = [line for line in keys_without_effect(own) if _sets(config.env[name], line.partition(": ")[0])]
+            if idle:
+                raise ConfigError(f"{idle[0]}; remove it")
+            check_requirements(own)
+            check_learning(own, algorithm)
+            check_algorithm(own, algorithm, layout)
+        except ConfigError as error:
+            raise error.within(f"env.{name}.algorithm") from None
+
+
+def _sets(options: Mapping[str, Any], key: str) -> bool:
+    """Return whether the algorithm of an environment sets a dotted key."""
+    node: Any = own_algorithm(options)
+    for part in key.split("."):
+        if not isinstance(node, Mapping) or part not in node:
+            return False
+        node = node[part]
+    return True
 
 
 def check_ranges(config: Config) -> None:
@@ -102,14 +135,18 @@ def _check_names(config: Config) -> None:
         )
     _check_run_dir(config.run.dir)
     _check_date(config.run.date)
-    for name in config.gdpo.rewards:
+    _check_component_names(config.gdpo)
+
+
+def _check_component_names(gdpo: GdpoConfig) -> None:
+    for name in gdpo.rewards:
         stem = name.removesuffix(ALL)
         if not stem or "/" in stem or stem == "total":
             raise ConfigError(
                 f"gdpo.rewards: {name!r} is not a valid component name, because metrics are named reward/NAME/mean "
                 "and reward/total/mean; only the name of a family, such as rubric/*, contains a slash"
             )
-        if name != stem and stem in config.gdpo.rewards:
+        if name != stem and stem in gdpo.rewards:
             raise ConfigError(f"gdpo.rewards: {name!r} conflicts with {stem!r}; rename one")
 
 
@@ -200,8 +237,12 @@ def _check_environment(key: str, data: DatasetConfig, config: Config) -> None:
     if data.prompt_template is not None and "{prompt}" not in data.prompt_template:
         raise ConfigError(f"{key}.prompt_template: must contain {{prompt}}, which the prompt replaces")
     names = list(config.env)
-    if data.environment is None and data.environment_key is None and len(names) > 1:
-        raise ConfigError(f"{key}.environment: must be set because env has several environments: {', '.join(names)}")
+    all_generate = data.path is None and config.data.mix
+    if data.environment is None and data.environment_key is None and len(names) > 1 and not all_generate:
+        remedy = "" if data.path else "; or list their fractions in data.mix, so that all of them generate prompts"
+        raise ConfigError(
+            f"{key}.environment: must be set because env has several environments: {', '.join(names)}{remedy}"
+        )
     if data.environment is not None and data.environment not in names:
         near = difflib.get_close_matches(data.environment, names, n=1)
         hint = f"did you mean {near[0]}?" if near else f"env has {', '.join(names)}"

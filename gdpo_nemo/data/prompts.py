@@ -84,8 +84,9 @@ class PromptSource:
         texts = self._read(rows, verifiers, dataset)
         self.fingerprint = _fingerprint(rows, texts, self.environment)
         """SHA-256 of all rows in order, including skipped rows, to detect changed data."""
-        self.order = lru_cache(maxsize=2)(self._draw_order)
-        """Function that returns the indices of the prompts of an epoch, in order: int64 [prompts]."""
+        self.order = lru_cache(maxsize=8)(self._draw_order)
+        """Function that returns the indices of the prompts of an epoch, in order: int64 [prompts]. The sources of
+        ``data.mix`` may be in different epochs."""
 
     def _read(self, rows: list[Row], verifiers: Sequence[str], dataset: DatasetConfig) -> list[str]:
         """Fill ``_prompts`` and ``refused``. Return the prompt text of every row, including skipped rows."""

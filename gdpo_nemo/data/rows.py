@@ -34,8 +34,8 @@ _DEEPEST = 64
 def environment_of(dataset: DatasetConfig, environments: Mapping[str, Any], split: str) -> str:
     """Return the default environment of a split's rows, by its name in ``env``.
 
-    The name is empty if ``environment_key`` selects the environment of each row and no default exists. The name is also
-    empty in a run without environments, which does not sample.
+    The name is empty if ``environment_column`` selects the environment of each row and no default exists. The name is
+    also empty in a run without environments, which does not sample.
 
     Raises:
         ConfigError: if the config does not determine an environment, or names an unknown environment.
@@ -47,7 +47,7 @@ def environment_of(dataset: DatasetConfig, environments: Mapping[str, Any], spli
             hint = nearest(dataset.environment, environments)
             raise ConfigError(f"data.{split}.environment: env does not define {dataset.environment!r}{hint}")
         return dataset.environment
-    if dataset.environment_key is not None and len(environments) != 1:
+    if environment_column(dataset, environments) is not None and len(environments) != 1:
         return ""
     if len(environments) != 1:
         names = ", ".join(environments) or "none"
@@ -57,6 +57,13 @@ def environment_of(dataset: DatasetConfig, environments: Mapping[str, Any], spli
     return next(iter(environments))
 
 
+def environment_column(dataset: DatasetConfig, environments: Mapping[str, Any]) -> str | None:
+    """Return the column that names the environment of each row, or None if all rows have the same environment."""
+    if dataset.path is None and dataset.environment is None and len(environments) > 1:
+        return "environment"  # written by ``_rows_of_environments``
+    return dataset.environment_key
+
+
 def environment_of_row(
     row: Row, dataset: DatasetConfig, environments: Mapping[str, Any], split: str, index: int
 ) -> str:
@@ -64,7 +71,8 @@ def environment_of_row(
     unknown."""
     if not environments:
         return environment_of(dataset, environments, split)
-    named = row.get(dataset.environment_key) if dataset.environment_key is not None else None
+    key = environment_column(dataset, environments)
+    named = row.get(key) if key is not None else None
     name = environment_of(dataset, environments, split) if named is None else named
     if not isinstance(name, str) or name not in environments:
         problem = (
@@ -97,7 +105,7 @@ def load_rows(
             empty, two rows have the same id, or the rubric of a row is invalid.
     """
     if dataset.path is None:
-        rows = _rows_of_environment(dataset, environments, split, seed)
+        rows = _rows_of_environments(dataset, environments, split, seed)
     else:
         rows = transformed(_rows_of_path(dataset, split, at_most)[: dataset.size], dataset, split)
         if is_transform(dataset.type):
@@ -112,8 +120,23 @@ def load_rows(
     return _by_difficulty(rows, dataset, split)
 
 
-def _rows_of_environment(dataset: DatasetConfig, environments: Mapping[str, Any], split: str, seed: int) -> list[Row]:
-    name = environment_of(dataset, environments, split)
+def _rows_of_environments(dataset: DatasetConfig, environments: Mapping[str, Any], split: str, seed: int) -> list[Row]:
+    """Return the rows that the environment of the split generates, or all environments if the split names none."""
+    column = environment_column(dataset, environments)
+    if column is None:
+        return _rows_of_environment(environment_of(dataset, environments, split), dataset, environments, split, seed)
+    rows = []
+    for name in environments:
+        for row in _rows_of_environment(name, dataset, environments, split, seed):
+            # Ids are unique only within an environment.
+            own_id = {"id": f"{name}/{row['id']}"} if row.get("id") is not None else {}
+            rows.append({**row, **own_id, column: name})
+    return rows
+
+
+def _rows_of_environment(
+    name: str, dataset: DatasetConfig, environments: Mapping[str, Any], split: str, seed: int
+) -> list[Row]:
     environment = environments[name]
     if not environment.makes_rows:
         raise ConfigError(f"data.{split}.path: must be set because the environment {name!r} does not generate prompts")

@@ -7,13 +7,12 @@ import re
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from gdpo_nemo.config.algorithm_choice import AlgorithmSpec
-from gdpo_nemo.config.objective_checks import check_components
-from gdpo_nemo.config.schema import GdpoConfig
+from gdpo_nemo.config.objective_checks import check_weighted_components
+from gdpo_nemo.config.schema import Config
 from gdpo_nemo.environments.base import Environment, adapted, declared
 from gdpo_nemo.utils.errors import ConfigError, first_line, nearest
 from gdpo_nemo.utils.exits import exits_contained
@@ -85,6 +84,7 @@ def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Env
             "remove it"
         )
     options.pop("num_workers", None)
+    options.pop("algorithm", None)  # read by the trainer (config.environment_algorithms)
     try:
         with exits_contained():
             environment = adapted(make(options))
@@ -135,18 +135,16 @@ def load_environments(section: Mapping[str, Mapping[str, Any] | None]) -> dict[s
     return {name: load_environment(name, options) for name, options in section.items()}
 
 
-def check_rewards(gdpo: GdpoConfig, algorithm: AlgorithmSpec, environments: Mapping[str, Environment]) -> None:
+def check_rewards(config: Config, algorithm: AlgorithmSpec, environments: Mapping[str, Environment]) -> None:
     """Check that the environments return every reward component to which the config assigns a weight, and that
     components with the same name have the same meaning.
 
-    The first check is skipped if the components of an environment are unknown. Raises ConfigError.
+    The components of an environment that are unknown are not checked. Raises ConfigError.
     """
-    if not algorithm.samples:
-        return
-    _check_origins(environments)
-    if not any(environment.open_rewards for environment in environments.values()):
-        names = chain.from_iterable(environment.reward_names for environment in environments.values())
-        check_components(gdpo, list(names))
+    if algorithm.samples:
+        _check_origins(environments)
+        known = {name: None if e.open_rewards else tuple(e.reward_names) for name, e in environments.items()}
+        check_weighted_components(config, known)
 
 
 def _check_origins(environments: Mapping[str, Environment]) -> None:

@@ -340,7 +340,12 @@ class Policy:
         return TokenValues(sequence, offset, torch.cat(found).cpu().numpy())
 
     def load_teacher(self, folder: str | Path) -> None:
-        """Load the model in a Hugging Face folder as a frozen teacher in the same layout."""
+        """Load the model in a Hugging Face folder as a frozen teacher in the same layout, unless a teacher is loaded.
+
+        A run has one teacher, which several of its environments may use.
+        """
+        if self._teacher is not None:
+            return
         sharing = self.config.share_prompts is not False
         self._teacher = build_frozen(folder, self.layout, DTYPES[self.config.precision], sharing)
         self._layers = needs_of_layers([*self.chunks, *self._teacher.chunks])

@@ -204,7 +204,8 @@ class History:
                 return -1 if key + "at_most" in row else 1
             if weight := row.get(key + "weight"):
                 return 1 if weight > 0 else -1
-        return 1
+        of_environment = component.partition("/")[2]  # of ``<environment>/<component>``
+        return self.direction(of_environment) if of_environment else 1
 
     def solved(self, component: str, window: int = WINDOW, extremes: Sequence[float] = ()) -> bool:
         """Return True if a reward component varied earlier and stayed at its best value over the last ``window`` steps.

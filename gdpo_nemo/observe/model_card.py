@@ -145,7 +145,7 @@ def _rewards(gdpo: GdpoConfig, history: History) -> str:
     lines = ["## Rewards", "", f"| reward | weight | {ends} |", "|---|---:|---:|---:|"]
     for name, (_, values) in curves.items():
         if values:
-            weight = gdpo.rewards.get(name)
+            weight = gdpo.rewards.get(name, gdpo.rewards.get(name.partition("/")[2]))  # <environment>/<component>
             shown = "measured only" if weight is None else f"{weight:g}"
             used = history.curve(f"reward/{name}/weight")[1]
             if len(set(used)) > 1:

@@ -13,7 +13,7 @@ from math import ceil
 
 from gdpo_nemo.config.layout import Layout, Resolved, has_flex_attention
 from gdpo_nemo.config.model_checks import read_model
-from gdpo_nemo.config.objective_checks import kl_in_reward
+from gdpo_nemo.config.objective_checks import has_teacher, reference_passes
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.sections import PolicyConfig
 from gdpo_nemo.config.transports import chosen_transport
@@ -474,8 +474,7 @@ def _reference(config: Config, shape: ModelDescription, layout: Layout, stage: i
     The result is 0 with LoRA, because the reference is the model without its adapters. The result is also 0 on CPUs,
     where these bytes are not counted.
     """
-    penalty = config.loss_fn.reference_policy_kl_penalty or kl_in_reward(config.gdpo)
-    if not layout.gpus or not penalty or config.policy.lora.rank:
+    if not layout.gpus or not reference_passes(config) or config.policy.lora.rank:
         return 0
     return sum(on_rank(shape, layout, stage)) * BYTES[config.policy.precision]
 
@@ -490,7 +489,7 @@ def teacher_shape(resolved: Resolved) -> ModelDescription | None:
     """Return the shape of the distillation teacher, or None without a teacher or if its shape is unknown."""
     config = resolved.config
     name = config.teacher.model_name
-    if resolved.algorithm.section != "teacher" or not name:
+    if not has_teacher(config) or not name:
         return None
     return shape_of(read_model(replace(config.policy, model_name=name, model_factory=None)), name)
 

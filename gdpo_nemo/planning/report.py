@@ -65,8 +65,12 @@ def batch_arithmetic(resolved: Resolved) -> str:
     budget = Budget(layout.data, config.policy.micro_batch_tokens, stages)
     batches = len(assign([longest] * resolved.samples_per_update, budget)[0])
     ranks = f" on each of {layout.data} data-parallel ranks" if layout.data > 1 else ""
+    prompts = config.gdpo.num_prompts_per_step
+    mix = config.data.mix
+    shares = [f"{name} {prompts * fraction / sum(mix.values()):.3g}" for name, fraction in mix.items()]
+    mixed = f" ({', '.join(shares)})" if shares else ""
     return (
-        f"{config.gdpo.num_prompts_per_step} prompts x {resolved.sequences_per_prompt} samples = {samples} "
+        f"{prompts} prompts{mixed} x {resolved.sequences_per_prompt} samples = {samples} "
         f"samples = {_number(updates, 'optimizer update')} of {samples // updates} = at most "
         f"{_number(batches, 'micro-batch')} of at most {config.policy.micro_batch_tokens} tokens{ranks}"
     )

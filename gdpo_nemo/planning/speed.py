@@ -8,7 +8,7 @@ from math import ceil
 from gdpo_nemo.algorithms.loss_selection import loss_entry
 from gdpo_nemo.config.algorithm_choice import old_logprobs_source
 from gdpo_nemo.config.layout import Layout, Resolved
-from gdpo_nemo.config.objective_checks import kl_in_reward
+from gdpo_nemo.config.objective_checks import reference_passes
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.sections import MegatronConfig, PolicyConfig
 from gdpo_nemo.models.description import ModelDescription
@@ -141,10 +141,9 @@ def evaluations(resolved: Resolved) -> int:
     return (
         # one pass computes values and log-probs
         ((several and old_logprobs_source(config) == "trainer") or resolved.algorithm.head == "value")
-        + bool(loss.reference_policy_kl_penalty)
+        + reference_passes(config)
         + loss_entry(loss.type).by_group * config.gdpo.num_iterations
         + loss_entry(loss.type).by_covariance * config.gdpo.num_iterations
-        + kl_in_reward(config.gdpo)
     )
 
 
@@ -189,8 +188,7 @@ def _reference_traffic(resolved: Resolved, shape: ModelDescription, device: Devi
     config = resolved.config
     if not layout.gpus or config.policy.lora.rank or not reference_is_offloaded(config):
         return 0.0
-    passes = bool(config.loss_fn.reference_policy_kl_penalty) + kl_in_reward(config.gdpo)
-    return passes * sum(on_rank(shape, layout, 0)) * BYTES[config.policy.precision] / device.host_link
+    return reference_passes(config) * sum(on_rank(shape, layout, 0)) * BYTES[config.policy.precision] / device.host_link
 
 
 def sync_work(resolved: Resolved, shape: ModelDescription, device: Device) -> Work:

@@ -15,6 +15,8 @@ from dataclasses import replace
 import numpy as np
 
 from gdpo_nemo.algorithms.settings import PRESETS, Settings
+from gdpo_nemo.config.algorithm_choice import spec_of
+from gdpo_nemo.config.environment_algorithms import config_of, part_of
 from gdpo_nemo.config.rollout_checks import valid_needed
 from gdpo_nemo.config.schema import Config, GdpoConfig
 from gdpo_nemo.data.records import Group, Prompt, trajectories_of
@@ -37,6 +39,9 @@ def has_signal(group: Group, config: Config, siblings: Sequence[Group] = ()) -> 
     Raises:
         RunError: if a custom estimator fails or returns non-finite values.
     """
+    config = config_of(config, group.prompt.environment)
+    if spec_of(config).section == "teacher":  # the teacher gives every token an advantage
+        return True
     gdpo = replace(config.gdpo, kl_in_reward=None)
     if gdpo.dynamic_sampling.before_shaping:
         gdpo = replace(gdpo, shaping=[])
@@ -77,12 +82,17 @@ def part_with_signal(group: Group, config: Config, siblings: Sequence[Group] = (
     return Group(group.prompt, selected) if selected else None
 
 
-def siblings_of(group: Group, groups: Iterable[Group], gdpo: GdpoConfig) -> list[Group]:
+def siblings_of(group: Group, groups: Iterable[Group], config: Config) -> list[Group]:
     """Return the other groups in ``groups`` whose samples are compared with the samples of ``group``."""
-    if gdpo.group_by == "row":
+    if config_of(config, group.prompt.environment).gdpo.group_by == "row":
         return []
-    tokens = _tokens(group.prompt)
-    return [other for other in groups if other.position != group.position and _tokens(other.prompt) == tokens]
+    key = _compared_by(group.prompt, config)
+    return [other for other in groups if other.position != group.position and _compared_by(other.prompt, config) == key]
+
+
+def _compared_by(prompt: Prompt, config: Config) -> tuple[str, bytes]:
+    """Return a key that is equal for prompts whose samples are compared with ``gdpo.group_by: prompt``."""
+    return part_of(config, prompt.environment), _tokens(prompt)
 
 
 def _tokens(prompt: Prompt) -> bytes:
@@ -129,7 +139,7 @@ def split_groups(
             part = None
             reasons[group.position] = LATE
         elif config.gdpo.dynamic_sampling.enabled:
-            part = part_with_signal(group, config, siblings_of(group, batch, config.gdpo))
+            part = part_with_signal(group, config, siblings_of(group, batch, config))
             if part is None:
                 reasons[group.position] = NO_SIGNAL
             elif group.position not in varied:
@@ -152,17 +162,18 @@ def top_variance(groups: Sequence[Group], config: Config, share: float) -> set[i
     Returns:
         The prompt indices of the selected groups.
     """
-    columns: dict[str, list[float]] = {name: [] for name, weight in config.gdpo.rewards.items() if weight}
-    for group in groups:
+    columns: dict[tuple[str, str], np.ndarray] = {}
+    for index, group in enumerate(groups):
+        own = config_of(config, group.prompt.environment)
+        part = part_of(config, group.prompt.environment)
         samples = [t for t in group.trajectories if t.trains]
-        rewards = reward_columns(samples, config) if samples else {}
-        for name, variances in columns.items():
-            values = rewards.get(name, np.zeros(0))
+        for name, values in (reward_columns(samples, own) if samples else {}).items():
             values = values[~np.isnan(values)]
-            variances.append(0.0 if not len(values) or is_constant(values) else float(values.var()))
+            if own.gdpo.rewards.get(name) and len(values) and not is_constant(values):
+                columns.setdefault((part, name), np.zeros(len(groups)))[index] = values.var()
     selected: set[int] = set()
     for variances in columns.values():
-        selected.update(groups[index].position for index in fewest(np.array(variances), share))
+        selected.update(groups[index].position for index in fewest(variances, share))
     return selected
 
 
@@ -215,5 +226,5 @@ class InFlight:
         group = made.group
         if _tokens(group.prompt) in self._prompts.values():
             return True
-        siblings = siblings_of(group, (other.group for other in ready), config.gdpo)
+        siblings = siblings_of(group, (other.group for other in ready), config)
         return part_with_signal(group, config, siblings) is not None

@@ -258,7 +258,7 @@ class PromptTracker:
     Args:
         at: progress of the run, from the checkpoint.
         load: function that reads groups of earlier steps from the run folder.
-        prompts: training prompts, for ``rollout.selection``.
+        prompts: training prompts, for ``data.mix`` and ``rollout.selection``.
     """
 
     def __init__(self, config: Config, at: RunPosition, load: Load, prompts: PromptSource):
@@ -286,12 +286,13 @@ class PromptTracker:
         deal = DealState.of(saved.get("deal", {}), start.position)
         self._pools: PromptPools | None = None
         draw = None
-        if config.rollout.selection.enabled:
+        self._selects = config.rollout.selection.enabled
+        if self._selects or config.data.mix:
             self._pools = PromptPools(config, prompts, saved.get("pools"), deal.next_place)
             draw = self._pools.draw
         self._deal = PromptDeal(after, dynamic.max_rerolls, deal, draw)
         self._deals = after > 0 or self._pools is not None
-        """True if the dataset row of a prompt index depends on earlier groups."""
+        """True if the dataset row of a prompt index is not the row of the same number."""
         self._signals: dict[int, Signals] = {}
         """Signals of the outstanding groups that are verified, by prompt index."""
         section = config.rollout.replay_buffer
@@ -361,7 +362,7 @@ class PromptTracker:
         Args:
             config: config with the weights in force in ``gdpo.rewards``.
         """
-        if self._pools is not None and (signals := signals_of(group, config)):
+        if self._selects and (signals := signals_of(group, config)):
             self._signals[group.position] = signals
 
     def _learn(self, position: int) -> None:

@@ -332,6 +332,11 @@ def _component_metrics(
     return row
 
 
+def _rewards_of(group: Group, name: str) -> list[float | None]:
+    """Return a component's reward of each sample, None if the component does not apply."""
+    return [t.component_rewards.get(name) for t in group.trajectories]
+
+
 def validation_metrics(
     groups: Sequence[Group],
     pass_at: Sequence[int] = (),
@@ -341,7 +346,7 @@ def validation_metrics(
     """Return the metrics ``validation/...`` of the held-out samples.
 
     The metrics are the mean and pass@k of each component, the mean length, the fraction of failures, and logged
-    metrics.
+    metrics. If the prompts have several environments, mean and pass@k are also measured for each environment.
 
     Args:
         pass_at: values of k for pass@k.
@@ -349,12 +354,15 @@ def validation_metrics(
         errors_of: components whose standard error is included.
     """
     trajectories = trajectories_of(groups)
+    environments = list(dict.fromkeys(group.prompt.environment for group in groups))
     row: dict[str, float] = {}
     for name in reward_names(trajectories):
-        rewards = []
-        for group in groups:
-            rewards.append([t.component_rewards.get(name) for t in group.trajectories])
-        row |= _component_metrics(name, rewards, pass_at, (directions or {}).get(name, 1))
+        rewards = [_rewards_of(group, name) for group in groups]
+        direction = (directions or {}).get(name, 1)
+        row |= _component_metrics(name, rewards, pass_at, direction)
+        for environment in environments if len(environments) > 1 else ():
+            own = [_rewards_of(group, name) for group in groups if group.prompt.environment == environment]
+            row |= _component_metrics(f"{environment}/{name}", own, pass_at, direction)
         means = [float(np.mean(values)) for values in present_values(rewards)]
         if name in errors_of and len(means) > 1:
             row[f"validation/{name}/error"] = float(np.std(means, ddof=1) / np.sqrt(len(means)))

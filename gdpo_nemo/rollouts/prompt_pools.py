@@ -1,15 +1,21 @@
-"""Selection of prompts by the signal of their reward components (``rollout.selection``).
+"""Choice of the next prompt by the quotas of sources (``data.mix``) and by the signal of reward components
+(``rollout.selection``).
 
-The pools contain, for each prompt and component, the running share of groups in which the component varied, and the
-running mean reward. A prompt is chosen in two stages:
+With ``rollout.selection``, the pools contain for each prompt and component the running share of groups in which the
+component varied, and the running mean reward. A prompt is chosen in two stages:
 
 1. Quotas select a source, and then a difficulty that has prompts in this source. Both take turns by their shares.
 2. The prompts with this source and difficulty are considered in the order of the run. Each is accepted with its
-   probability, which is the weighted mean of its components' shares, and at least ``min_rate``.
+   probability, which is the weighted mean of its components' shares, and at least ``min_rate``. Without
+   ``rollout.selection``, every prompt is accepted.
 
-The choice depends only on the seed and the state. The random number of a place in the order is a function of the seed
-and the place. A group changes the state when its prompt index is trained or dropped. A resumed run samples outstanding
-groups again, so that each group is counted once.
+A pool continues with the next epoch of the order when its prompts of an epoch are used up, so a small source repeats
+while a large source is still in its first epoch.
+
+The choice depends only on the seed and the state. Without ``rollout.selection``, the state is that of the earlier
+choices, so the prompts are the same at any staleness. With it, the random number of a place in the order is a function
+of the seed and the place. A group changes the state when its prompt index is trained or dropped. A resumed run samples
+outstanding groups again, so that each group is counted once.
 """
 
 from __future__ import annotations
@@ -21,12 +27,13 @@ from typing import Any
 import numpy as np
 
 from gdpo_nemo.algorithms.table import CONSTANT_RANGE
+from gdpo_nemo.config.environment_algorithms import config_of
 from gdpo_nemo.config.rollout_checks import DIFFICULTIES
-from gdpo_nemo.config.schema import Config, SelectionConfig
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.data.mix import source_of_row
 from gdpo_nemo.data.prompts import PromptSource
-from gdpo_nemo.data.records import Group, Prompt
+from gdpo_nemo.data.records import Group
 from gdpo_nemo.rollouts.credit import reward_columns
-from gdpo_nemo.utils.errors import ConfigError, nearest
 
 METRICS = {
     "selection/skipped": (
@@ -50,6 +57,7 @@ def signals_of(group: Group, config: Config) -> Signals:
     The rewards are those after ``gdpo.shaping``. A family of criteria counts as one component. A component without a
     reward in the group is omitted.
     """
+    config = config_of(config, group.prompt.environment)
     samples = [t for t in group.trajectories if t.trains]
     signals = {}
     for name, column in (reward_columns(samples, config) if samples else {}).items():
@@ -64,44 +72,14 @@ def is_constant(values: np.ndarray) -> bool:
     return float(np.ptp(values)) <= CONSTANT_RANGE * max(1.0, float(np.abs(values).max()))
 
 
-def source_of_prompt(prompt: Prompt, selection: SelectionConfig) -> Any:
-    """Return the source of a prompt for the quotas."""
-    return prompt.environment if selection.source == "environment" else prompt.fields.get(selection.source)
-
-
-def check_sources(selection: SelectionConfig, prompts: PromptSource) -> None:
-    """Check that the quotas name exactly the sources of the training rows.
-
-    Raises:
-        ConfigError: if a row has no source or a source without a quota, or a quota has no rows.
-    """
-    if not selection.enabled or not selection.sources:
-        return
-    key = "rollout.selection.sources"
-    found = set()
-    for prompt in prompts.one_of_each_row():
-        source = source_of_prompt(prompt, selection)
-        if not isinstance(source, str):
-            raise ConfigError(
-                f"rollout.selection.source: row {prompt.id!r} of data.train has no text in the column "
-                f"{selection.source!r}{nearest(selection.source, prompt.fields)}"
-            )
-        if source not in selection.sources:
-            raise ConfigError(
-                f"{key}: row {prompt.id!r} of data.train has the source {source!r}, which has no quota; add it"
-            )
-        found.add(source)
-    for name in selection.sources:
-        if name not in found:
-            raise ConfigError(f"{key}: no row of data.train has the source {name!r}{nearest(name, found)}")
-
-
 class Quotas:
-    """Turns of several names by their shares (smooth weighted round robin).
+    """Turns of several names by their shares (Tijdeman's solution of the chairman assignment problem).
 
-    After n turns with the same names, the turns of a name differ from n times its share by less than the number of
-    names minus 1 (by less than 1 for two names). A name that cannot take part in a turn gives its share to the others
-    and does not catch up later.
+    After any number n of turns of the same k names, the turns of a name differ from n times its share by at most
+    1 - 1 / (2 k - 2). A name that cannot take part in a turn gives its share to the others and does not catch up later.
+    A name with share 0 has no turns.
+
+    Source: R. Tijdeman, The chairman assignment problem, Discrete Mathematics 32 (1980).
     """
 
     def __init__(self, shares: Sequence[float]):
@@ -117,11 +95,16 @@ class Quotas:
 
     def turn(self, present: Iterable[int]) -> int:
         """Return the index of the next name, out of those that take part in this turn."""
-        indices = sorted(present)
+        indices = [index for index in sorted(present) if self._shares[index]]
+        total = sum(self._shares[index] for index in indices)
         for index in indices:
             self.credits[index] += self._shares[index]
-        chosen = max(indices, key=lambda index: (self.credits[index], -index))
-        self.credits[chosen] -= sum(self._shares[index] for index in indices)
+        slack = total / max(2 * len(indices) - 2, 1)
+        # The tolerance covers rounding errors. No credit may be large enough if other names took part in earlier turns.
+        owed = [index for index in indices if self.credits[index] >= slack * (1 - 1e-9)] or indices
+        # Of these names, take the name whose credit would be the first to exceed total - slack.
+        chosen = min(owed, key=lambda index: (total - slack - self.credits[index]) / self._shares[index])
+        self.credits[chosen] -= total
         return chosen
 
 
@@ -134,6 +117,9 @@ class _Cursor:
     epoch: int = -1
     order: np.ndarray | None = None
     """int64 [prompts]: prompts of the epoch, in order."""
+    offsets: np.ndarray | None = None
+    """int64 [prompts of the pool]: positions of the pool's prompts in ``order``, ascending. None if they must be
+    computed again."""
 
 
 class PromptPools:
@@ -162,13 +148,13 @@ class PromptPools:
         self._lows = np.full(len(weights), np.nan)
         self._highs = np.full(len(weights), np.nan)
         """Smallest and largest mean reward of a group so far, NaN if unknown: [components]."""
-        sources, difficulties = self._section.sources, self._section.difficulties
+        sources, difficulties = config.data.mix, self._section.difficulties
         self._source = np.zeros(len(prompts), np.int64)
-        """Index of each prompt's source, or -1 for a source without a quota, which is never sampled."""
+        """Index of each prompt's source."""
         if sources:
             numbers = {name: number for number, name in enumerate(sources)}
-            found = [source_of_prompt(prompt, self._section) for prompt in prompts.head()]
-            self._source = np.array([numbers.get(name, -1) for name in found])
+            found = [source_of_row(prompt.environment, prompt.fields, config.data) for prompt in prompts.head()]
+            self._source = np.array([numbers[name] for name in found])
         self._source_names = list(sources) or [""]
         self._level_names = list(DIFFICULTIES) if difficulties else [""]
         self._turns = Quotas(list(sources.values()) or [1.0])
@@ -186,18 +172,30 @@ class PromptPools:
         """Choose the next prompt. Returns its place in the order of the run, as in ``PromptSource.batch``."""
         if not self._members:
             self._members = self._find_members()
+            for cursor in self._cursors.values():
+                cursor.offsets = None
         source = self._turns.turn(range(len(self._source_names)))
         level = self._turns_of_source[source].turn(level for name, level in self._members if name == source)
         cursor = self._cursors.setdefault((source, level), _Cursor(self._start))
         while True:
-            place = cursor.place
-            cursor.place += 1
-            index = self._index(place, cursor)
-            if not self._members[source, level][index]:
-                continue
-            if self._random(place) < self.probability(index):
+            place = self._next_place(cursor, self._members[source, level])
+            if not self._section.enabled or self._random(place) < self.probability(self._index(place, cursor)):
                 return place
             self._skipped += 1
+
+    def _next_place(self, cursor: _Cursor, members: np.ndarray) -> int:
+        """Return the first place from the cursor on with a prompt of the pool, and move the cursor behind it."""
+        while True:
+            epoch, offset = divmod(cursor.place, len(self._prompts))
+            order = self._order(epoch, cursor)
+            if cursor.offsets is None:
+                cursor.offsets = np.flatnonzero(members[order])
+            number = int(np.searchsorted(cursor.offsets, offset))
+            if number < len(cursor.offsets):
+                place = cursor.place + int(cursor.offsets[number]) - offset
+                cursor.place = place + 1
+                return place
+            cursor.place += len(self._prompts) - offset
 
     def index(self, place: int) -> int:
         """Return the index of the prompt at a place in the order of the run."""
@@ -208,9 +206,13 @@ class PromptPools:
 
     def _index(self, place: int, cursor: _Cursor) -> int:
         epoch, offset = divmod(place, len(self._prompts))
+        return int(self._order(epoch, cursor)[offset])
+
+    def _order(self, epoch: int, cursor: _Cursor) -> np.ndarray:
+        """Return the prompts of an epoch in order, which the cursor keeps: int64 [prompts]."""
         if cursor.order is None or cursor.epoch != epoch:
-            cursor.epoch, cursor.order = epoch, self._prompts.order(epoch)
-        return int(cursor.order[offset])
+            cursor.epoch, cursor.order, cursor.offsets = epoch, self._prompts.order(epoch), None
+        return cursor.order
 
     def probability(self, index: int) -> float:
         """Return the probability with which the prompt is sampled when it is next in the order."""
@@ -266,7 +268,9 @@ class PromptPools:
             self._members = {}
 
     def measure(self) -> dict[str, float]:
-        """Return the metrics since the last call."""
+        """Return the metrics of ``rollout.selection`` since the last call."""
+        if not self._section.enabled:
+            return {}
         skipped, self._skipped = self._skipped, 0
         weights = np.abs(self._weights)
         rates = np.maximum(self._rates @ weights / weights.sum(), self._section.min_rate)

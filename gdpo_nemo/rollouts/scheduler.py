@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING, Any
 from gdpo_nemo.algorithms.component_weights import ComponentWeights
 from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.config.algorithm_choice import spec_of
+from gdpo_nemo.config.environment_algorithms import trained_configs
 from gdpo_nemo.config.layout import prompts_per_round, updates_per_step
 from gdpo_nemo.config.rollout_checks import replaceable_groups, resolved_depth
 from gdpo_nemo.config.schema import Config
@@ -136,7 +137,7 @@ class RolloutScheduler(BatchStream):
         self._weights = ComponentWeights(gdpo.rewards, gdpo.constraints, gdpo.schedules)
         self._weighted = config
         """Config with the weights of the next step in ``gdpo.rewards``, by which dynamic sampling selects groups."""
-        self._sampling_groups = InFlight(gdpo.group_by == "prompt")
+        self._sampling_groups = InFlight(any(c.gdpo.group_by == "prompt" for c in trained_configs(config)))
         self._training: list[Group] = []
         """New groups of the current training batch."""
         self._num_without_signal = 0

@@ -19,6 +19,7 @@ from gdpo_nemo.algorithms import LossSettings
 from gdpo_nemo.algorithms.component_weights import directions
 from gdpo_nemo.algorithms.loss_selection import Objective, loss_import_paths
 from gdpo_nemo.config.algorithm_choice import ALGORITHMS, AlgorithmSpec, resolved_loss, spec_of
+from gdpo_nemo.config.environment_algorithms import own_configs
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import UpdateResult
@@ -141,6 +142,10 @@ class Algorithm[Batch, Prepared](ABC):
         return directions(gdpo.rewards, gdpo.constraints, gdpo.schedules)
 
 
+BY_ENVIRONMENT = "gdpo_nemo.training.by_environment:ByEnvironment"
+"""Import path of the algorithm of runs in which an environment has its own algorithm."""
+
+
 def with_absolute_paths(loss: LossSettings) -> LossSettings:
     """Return the settings with absolute import paths, because ranks run in other working directories."""
     if not loss_import_paths(loss):
@@ -157,7 +162,7 @@ def load_algorithm(config: Config, spec: AlgorithmSpec) -> type[Algorithm[Any, A
     """
     name = config.algorithm.type
     try:
-        found = ImportPath(spec.import_path).load()
+        found = ImportPath(BY_ENVIRONMENT if own_configs(config) else spec.import_path).load()
     except ConfigError as error:
         raise error.within("algorithm.type") from error
     if not (isinstance(found, type) and issubclass(found, Algorithm)):

@@ -61,9 +61,12 @@ class OnPolicyDistillation(GDPO):
         return {name: value for name, value in row.items() if not name.startswith("advantage/")}
 
     def record(self, row: Mapping[str, Any], prepared: PreparedRollout) -> None:
-        """Log the metrics and samples of a step. The advantage of a sample is the mean over its tokens."""
-        means = self._mean_advantages(prepared)
-        self.log.step(row, prepared.rollout.groups, SampleValues(means, prepared.trainer_logprobs))
+        """Log the metrics and samples of a step."""
+        self.log.step(row, prepared.rollout.groups, self.sample_values(prepared))
+
+    def sample_values(self, prepared: PreparedRollout) -> SampleValues:
+        """Return the values to save with the samples. The advantage of a sample is the mean over its tokens."""
+        return SampleValues(self._mean_advantages(prepared), prepared.trainer_logprobs)
 
     def validate(self, evaluated: Sequence[Group]) -> dict[str, float]:
         """Return the rewards on the held-out prompts, and the KL to the teacher if the samples are from the policy's

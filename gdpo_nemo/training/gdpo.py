@@ -184,6 +184,10 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
             RunError: if too many verifications failed, or no trajectory has a reward.
         """
         check_failures(batch.trajectories, self.config.rollout.max_env_failure_share)
+        return self.prepare_part(batch)
+
+    def prepare_part(self, batch: Rollout) -> PreparedRollout:
+        """Prepare a batch that may be a part of a step. Failed verifications are not counted (``prepare``)."""
         advantages, of_sequences, measured = self._credit(batch)
         updates = updates_of(batch.trajectories, of_sequences, self.config, batch.version)
         return self._scored(batch, advantages, updates, measured, TokenScores(self.policy, self.config))
@@ -373,17 +377,20 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
 
     def record(self, row: Mapping[str, Any], prepared: PreparedRollout) -> None:
         """Log the metrics and samples of a step, and report reward components that train nothing."""
+        self.log.step(row, prepared.rollout.groups, self.sample_values(prepared))
+        self.component_alerts.update(prepared.advantages.diagnostics)
+
+    def sample_values(self, prepared: PreparedRollout) -> SampleValues:
+        """Return the values to save with the samples of a step."""
         found = prepared.advantages
         terms = dict(zip(found.names, found.components.numpy().T))
         by_turn = found.by_turn if isinstance(found, TurnAdvantages) else None
         of_criteria = None
         if self.config.rollout.save_samples and any(map(is_family, found.names)):
             of_criteria = criterion_terms(found.criteria, prepared.rollout.trajectories, self.config.gdpo.group_by)
-        values = SampleValues(
+        return SampleValues(
             found.values.numpy(), prepared.trainer_logprobs, terms, of_criteria, by_turn, prepared.entropies
         )
-        self.log.step(row, prepared.rollout.groups, values)
-        self.component_alerts.update(prepared.advantages.diagnostics)
 
     def _mean_advantages(self, prepared: PreparedRollout) -> np.ndarray:
         """Return the mean advantage over the policy tokens of each trajectory. Shape: float64 [trajectories]."""
@@ -466,8 +473,9 @@ class ComponentAlerts:
     cause was absent.
     """
 
-    def __init__(self, log: RunLog):
+    def __init__(self, log: RunLog, environment: str = ""):
         self._log = log
+        self._where = f" in {environment}" if environment else ""
         self._steps: dict[str, int] = {}
         self._extremes: dict[str, tuple[float, float]] = {}
         """Smallest and largest reward of a sample so far, by component."""
@@ -490,9 +498,10 @@ class ComponentAlerts:
         constant = re.match(r"component (['\"])(.+)\1 is constant", line)
         name = constant[2] if constant else None
         if name is None or not self._log.history.solved(name, PATIENCE, self._extremes.get(name, ())):
-            self._log.alert(f"for {PATIENCE} steps, {line}")
+            self._log.alert(f"for {PATIENCE} steps{self._where}, {line}")
         elif name not in self._noted:
             self._noted.add(name)
             self._log.note(
-                f"component {name!r} is solved: for {PATIENCE} steps every sample has had the best value so far"
+                f"component {name!r}{self._where} is solved: for {PATIENCE} steps every sample has had the best value "
+                "so far"
             )

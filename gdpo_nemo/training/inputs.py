@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gdpo_nemo.config.data_files import is_broken_link
+from gdpo_nemo.config.environment_algorithms import trained_configs
 from gdpo_nemo.config.layout import Resolved
 from gdpo_nemo.config.model_checks import check_continued, companion, read_model_config
 from gdpo_nemo.config.rollout_checks import check_turns_kept
@@ -24,6 +25,7 @@ from gdpo_nemo.config.sections import PolicyConfig, max_prompt_tokens
 from gdpo_nemo.config.transports import TRANSPORTS
 from gdpo_nemo.data.end_tokens import end_token_notes
 from gdpo_nemo.data.examples import source_of
+from gdpo_nemo.data.mix import check_mix
 from gdpo_nemo.data.prompts import PromptSource
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.tokenizer import Tokenizer, check_same_tokens, check_vocabulary, load_tokenizer
@@ -33,7 +35,6 @@ from gdpo_nemo.models.peft import read_peft_adapter
 from gdpo_nemo.models.sources import DOWNLOADED, Format, Source, described_by, recognise
 from gdpo_nemo.observe.display import active
 from gdpo_nemo.rollouts.functions import rollout_methods
-from gdpo_nemo.rollouts.prompt_pools import check_sources
 from gdpo_nemo.rollouts.user_functions import check_own_functions
 from gdpo_nemo.training import model_factory
 from gdpo_nemo.training.algorithm import Algorithm, load_algorithm
@@ -89,7 +90,7 @@ def read_inputs(resolved: Resolved, splits: Sequence[str]) -> Inputs:
     config = resolved.config
     with phase("environments"):
         environments = load_environments(config.env)
-    check_rewards(config.gdpo, resolved.algorithm, environments)
+    check_rewards(config, resolved.algorithm, environments)
     with phase("model"):
         folder = model_folder(config, resolved.model.source)
     with phase("tokenizer"):
@@ -97,7 +98,8 @@ def read_inputs(resolved: Resolved, splits: Sequence[str]) -> Inputs:
         found = check_tokens(config, tokenizer, folder)
         if config.teacher.model_name:
             check_same_tokens(tokenizer, teacher_folder(config.teacher), "teacher.model_name")
-    check_own_functions(config)
+    for trained in trained_configs(config):
+        check_own_functions(trained)
     algorithm = load_algorithm(config, resolved.algorithm)
     if algorithm.samples:
         _check_custom_transport(config.weights)
@@ -109,12 +111,12 @@ def read_inputs(resolved: Resolved, splits: Sequence[str]) -> Inputs:
         sources = {}
         for split in splits:
             sources[split] = make_source(getattr(config.data, split), environments, tokenizer, split=split)
-    if "train" in sources:
-        check_sources(config.rollout.selection, sources["train"])
+    if config.data.mix and "train" in sources:
+        check_mix(config.data, ((p.id, p.environment, p.fields) for p in sources["train"].head()))
     if algorithm.samples:
         with phase("preflight"):
             _preflight(environments, sources)
-        check_rewards(config.gdpo, resolved.algorithm, environments)
+        check_rewards(config, resolved.algorithm, environments)
     for source in sources.values():
         if sentence := source.left_out():
             found.append(sentence)

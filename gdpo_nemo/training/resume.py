@@ -135,7 +135,8 @@ def _checkpoints(config: Config, run_dir: Path) -> Checkpoints:
     section, gdpo = config.checkpointing, config.gdpo
     metric = section.metric_name or ""
     component = metric.removeprefix("validation/").partition("/pass_at/")[0]
-    better = directions(gdpo.rewards, gdpo.constraints, gdpo.schedules).get(component, 1)
+    found = directions(gdpo.rewards, gdpo.constraints, gdpo.schedules)
+    better = found.get(component) or found.get(component.partition("/")[2], 1)  # ``<environment>/<component>``
     checkpoints = Checkpoints(run_dir / "checkpoints", section.keep_last, section.keep_best, metric or None, better)
     if not section.enabled and checkpoints.steps():
         raise ConfigError(

@@ -20,6 +20,7 @@ from gdpo_nemo.config.load import CONFIG, save_config
 from gdpo_nemo.data.records import Group, UpdateResult
 from gdpo_nemo.observe.display import active
 from gdpo_nemo.observe.journal import TrainedBatch
+from gdpo_nemo.rollouts.environment_metrics import environment_metrics
 from gdpo_nemo.training.goals import Goals
 from gdpo_nemo.training.supervisor import FIRST_ATTEMPT, Attempt
 from gdpo_nemo.utils.errors import GdpoError, NumericsFailed, UserCodeFailed
@@ -156,6 +157,7 @@ class Trainer:
         row = {
             "step": self.state.step,
             **self.algorithm.metrics(prepared, results, version),
+            **(environment_metrics(batch.groups, self.config) if isinstance(batch, TrainedBatch) else {}),
             **published,
             "time/step": end - start,
             "time/idle": batch_end - start,

@@ -4,7 +4,7 @@ metrics."""
 from __future__ import annotations
 
 from gdpo_nemo.config.layout import Resolved
-from gdpo_nemo.config.objective_checks import check_components
+from gdpo_nemo.config.objective_checks import check_weighted_components
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.validate import validate as validate_config
 from gdpo_nemo.environments.registry import announced_components, plugin_of
@@ -25,14 +25,12 @@ def validate(config: Config, weights: bool = True) -> Resolved:
     if config.health.stop_on or config.health.disabled:
         _check_health(config)
 
-    announced = [announced_components(name, options) for name, options in config.env.items()]
+    announced = {name: announced_components(name, options) for name, options in config.env.items()}
     if not resolved.algorithm.samples:
         return resolved
     _check_tools(config)
     _check_limits(config)
-    known = [names for names in announced if names is not None]
-    if len(known) == len(announced):  # Other names are known only when user code has run.
-        check_components(config.gdpo, {component for names in known for component in names})
+    check_weighted_components(config, announced)  # Other names are known only when user code has run.
     return resolved
 
 

@@ -57,12 +57,38 @@ def dry(config: Path, *overrides: str) -> int:
     return cli.main(["train", "--dry-run", "--config", str(config), *overrides])
 
 
+MIXED = ["env.strict={plugin: gsm8k, strict: true}", "data.train.environment_key=task"]
+
+
+@pytest.fixture
+def mixed(config, tmp_path):
+    """Config whose rows have two environments."""
+    rows = [{**row, "task": "strict" if index < 5 else "gsm8k"} for index, row in enumerate(ROWS)]
+    return config(jsonl(tmp_path / "train.jsonl", rows))
+
+
 @pytest.mark.slow
-def test_good_data_passes_and_the_plan_lists_the_rows_read(config, tmp_path, capsys):
-    assert dry(config(jsonl(tmp_path / "train.jsonl"))) == 0
+def test_good_data_passes_and_the_plan_lists_the_rows_read(mixed, capsys):
+    assert dry(mixed, *MIXED, "data.mix={gsm8k: 0.5, strict: 0.3}") == 0
     said = capsys.readouterr().out
     assert "# data       data.train: 20 rows of" in said and "not tokenized" in said
     assert "# env        env.gsm8k: verified" in said and "masked" not in said
+    assert "# arithmetic 4 prompts (gsm8k 2.5, strict 1.5) x 4 samples = 16 samples" in said
+    assert "# data       data.mix: 5 rows of strict, 15 rows of gsm8k" in said
+
+
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [
+        ([MIXED[1], "data.mix={gsm8k: 1}"], "data.mix: row 'train/0' of data.train has the environment 'strict'"),
+        (["data.train.environment=gsm8k", "data.mix={gsm8k: 1, strict: 1}"], "data.mix.strict: no row of data.train"),
+        (["data.train={path: null}"], "several environments: gsm8k, strict; or list their fractions in data.mix"),
+    ],
+)  # fmt: skip
+def test_mix_that_does_not_fit_the_rows_is_refused(mixed, overrides, expected, capsys):
+    assert dry(mixed, MIXED[0], *overrides) == 2
+    said = capsys.readouterr()
+    assert expected in said.err and said.err.count("\n") == 1 and said.out == ""
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 def of(minimal, *overrides: str):
     """A config of 16 groups of 8 samples a step; overrides of `rollout` without its name."""
     return load_config(
-        minimal, [text if text.startswith(("gdpo", "loss_fn")) else f"rollout.{text}" for text in overrides]
+        minimal, [text if text.startswith(("data", "gdpo", "loss_fn")) else f"rollout.{text}" for text in overrides]
     )
 
 
@@ -164,12 +164,15 @@ TOP_P = ["gdpo.dynamic_sampling.enabled=true", "selection.variance_top_p=0.9"]
             ["selection.min_rate=0.2"],
             "rollout.selection.min_rate: has no effect while rollout.selection.enabled is false",
         ),
-        (["selection.sources={a: 1}"], "rollout.selection.sources: has no effect while"),
-        (["selection={enabled: true, source: dataset}"], "rollout.selection.source: has no effect without"),
+        (["selection.difficulties={new: 1}"], "rollout.selection.difficulties: has no effect while"),
         (["selection={enabled: true, min_rate: 0}"], "rollout.selection.min_rate: must be more than 0"),
         (["selection={enabled: true, memory: 1}"], "rollout.selection.memory: must be 0 or more and below 1"),
-        (["selection={enabled: true, sources: {a: 0}}"], "rollout.selection.sources.a: must be more than 0"),
-        (["selection={enabled: true, sources: {a: .nan}}"], "rollout.selection.sources.a: expected a number, got nan"),
+        (["data.mix_key=dataset"], "data.mix_key: has no effect without data.mix"),
+        (["data.mix={toy: -0.5}"], "data.mix.toy: must be 0 or more, got -0.5"),
+        (["data.mix={toy: .nan}"], "data.mix.toy: expected a number, got nan"),
+        (["data.mix={toy: half}"], "data.mix.toy: expected a number, got 'half'"),
+        (["data.mix={toy: 0}"], "data.mix: all fractions are 0; at least one must be more than 0"),
+        (["data.mix={toys: 1}"], "data.mix.toys: env does not define 'toys'; did you mean 'toy'?"),
         ([LEVELS.replace("easy", "eazy")], "difficulties: unknown difficulty 'eazy'; did you mean 'easy'?"),
         ([LEVELS.replace(", easy: 1", "")], "rollout.selection.difficulties: lacks easy; a difficulty without a quota"),
         (

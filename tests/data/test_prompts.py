@@ -66,6 +66,21 @@ def test_rows_go_to_the_environment_that_their_column_names(tmp_path):
     assert [prompt.text for prompt in prompts] == ["Be polite.\n\na", "b", "c"]
 
 
+def test_all_environments_generate_rows_if_the_split_has_neither_a_path_nor_an_environment():
+    environments = {**DIGITS, "short": {"plugin": f"{__file__}:Numbered"}, "long": {"plugin": f"{__file__}:Numbered"}}
+    prompts = source(DatasetConfig(size=3, split="all"), environments, seed=4).head()
+    assert [prompt.environment for prompt in prompts] == ["digit_sort"] * 3 + ["short"] * 3 + ["long"] * 3
+    assert ids(prompts)[3:] == ["short/0", "short/1", "short/2", "long/0", "long/1", "long/2"]
+    assert {prompt.fields["of"] for prompt in prompts[3:]} == {"all 4"}
+    alone = source(DatasetConfig(size=3, split="all", environment="digit_sort"), environments, seed=4).head()
+    assert [prompt.text for prompt in alone] == [prompt.text for prompt in prompts[:3]]
+
+
+class Numbered(Polite):
+    def rows(self, split, size, seed):
+        return [{"id": index, "prompt": str(index), "of": f"{split} {seed}"} for index in range(size)]
+
+
 class Foreign(Polite):
     system_prompt = None
 
@@ -282,7 +297,7 @@ def test_messages_without_a_chat_template_are_refused(tmp_path):
             "data.train.path: must be set because the environment 'polite' does not generate prompts",
         ),
         (DatasetConfig(), {}, "data.train.environment: must be set unless env has exactly one"),
-        (DatasetConfig(), {**DIGITS, **POLITE}, "it has: digit_sort, polite"),
+        (DatasetConfig(), {**DIGITS, **POLITE}, "data.train.path: must be set because the environment 'polite' does"),
         (DatasetConfig(environment="digitsort"), DIGITS, "env does not define 'digitsort'; did you mean 'digit_sort'"),
     ],
 )

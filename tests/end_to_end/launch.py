@@ -30,7 +30,11 @@ STEPS = 6
 UNDISTURBED_STEPS = 12
 LR = 2e-4
 CONSTRAINT = "gdpo.constraints={length: {at_least: 0.9, lr: 2.0}}"
+MIX = {"digit_sort": 0.7, "twin": 0.3}
 UNDISTURBED = (
+    "env.twin={plugin: digit_sort, length_limit: 30}",
+    "data.train.environment=null",
+    f"data.mix={MIX}".replace("'", ""),
     f"gdpo.max_num_steps={UNDISTURBED_STEPS}",
     "gdpo.val_at_start=true",
     CONSTRAINT,

@@ -18,6 +18,7 @@ import psutil
 import pytest
 from launch import (
     CONSTRAINT,
+    MIX,
     START_S,
     UNDISTURBED,
     UNDISTURBED_STEPS as STEPS,
@@ -90,8 +91,9 @@ def test_batch_arithmetic_of_the_plan_equals_that_of_the_run(undisturbed):
     batches = len(assign(lengths, Budget(1, config.policy.micro_batch_tokens))[0])
     assert first["packing/micro_batches"] == batches
     assert batch_arithmetic(resolve(config)) == (
-        f"{prompts} prompts x {len(samples) // prompts} samples = {len(samples)} samples = 1 optimizer update of "
-        f"{len(samples)} = at most {batches} micro-batch of at most {config.policy.micro_batch_tokens} tokens"
+        f"{prompts} prompts (digit_sort 2.8, twin 1.2) x {len(samples) // prompts} samples = {len(samples)} samples = "
+        f"1 optimizer update of {len(samples)} = at most {batches} micro-batch of at most "
+        f"{config.policy.micro_batch_tokens} tokens"
     )
     # What a calibration takes from the run is what the run measured.
     run = read_run(run_dir)
@@ -99,6 +101,18 @@ def test_batch_arithmetic_of_the_plan_equals_that_of_the_run(undisturbed):
     tokens = sum(len(sample["completion_ids"]) for sample in samples)
     assert tokens == first["rollout/tokens"] and len(run.rows) == STEPS - 1
     assert 0 < rates.completion_share <= rates.longest_share <= 1 and rates.measured == [str(run_dir)]
+
+
+def test_steps_have_the_fractions_of_the_environments_and_measure_each_of_them(undisturbed):
+    """The environments have the same components, but their length limits differ."""
+    trained = [row for row in rows(undisturbed.run_dir) if "loss" in row]
+    taken = np.cumsum([[row[f"rollout/groups/{name}"] for name in MIX] for row in trained], axis=0)
+    expected = 4 * np.outer(range(1, STEPS + 1), list(MIX.values()))
+    assert (taken.sum(axis=1) == 4 * np.arange(1, STEPS + 1)).all() and np.abs(taken - expected).max() < 1
+    for row in trained:
+        groups = [row[f"rollout/groups/{name}"] for name in MIX]
+        means = [row.get(f"reward/{name}/length/mean", 0.0) for name in MIX]
+        assert np.dot(groups, means) / sum(groups) == pytest.approx(row["reward/length/mean"])
 
 
 def test_trainer_and_sampler_agree_at_every_step(undisturbed):

@@ -14,7 +14,7 @@ ROLLOUTS = (
     ),
     mutant(
         "rollouts/prompt_pools.py",
-        "self.credits[chosen] -= sum(self._shares[index] for index in indices)",
+        "self.credits[chosen] -= total",
         "self.credits[chosen] -= 1.0",
         "rollouts/test_prompt_pools.py::test_absent_names_give_their_turns_to_the_others_and_do_not_catch_up",
         "an absent source or difficulty does not leave a debt to the others",

@@ -19,7 +19,7 @@ from gdpo_nemo.observe.health import (
     load_thresholds,
     thresholds_of,
 )
-from gdpo_nemo.observe.metrics import MetricsLog
+from gdpo_nemo.observe.metrics import History, MetricsLog
 from gdpo_nemo.utils.errors import ConfigError, RunError
 
 DEMO = load_config(Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml")
@@ -216,6 +216,14 @@ def test_a_component_constant_at_its_best_is_solved_and_any_other_is_dead(tmp_pa
 
     folder = run_folder(tmp_path / "run", lambda r: row(r["step"]), 20, one=1.0)
     assert healthy(check_health(folder, thresholds_of(folder)[0])) is sound
+
+
+def test_a_component_of_one_environment_has_the_direction_of_the_component():
+    history = History.of(
+        [{"step": 1, "reward/long/weight": -0.5, "reward/rubric/*/weight": -1.0, "reward/a/weight": 1}]
+    )
+    found = [history.direction(name) for name in ("long", "math/long", "math/rubric/*", "math/a", "math/other")]
+    assert found == [-1, -1, -1, 1, 1]
 
 
 def test_default_checks_apply_beside_the_configs_checks_until_they_are_disabled(tmp_path, capsys):

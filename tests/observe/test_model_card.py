@@ -36,11 +36,12 @@ def settings(model, **overrides):
 
 def run(tmp_path: Path) -> Path:
     fixed = {"reward/correct/weight": 1.0}
+    fixed |= {"reward/math/brief/mean": 0.4}
     rows = [
         {"step": 0, "validation/correct": 0.1, "validation/brief": 0.2},
         {"step": 1, "reward/correct/mean": 0.3, "reward/brief/mean": 0.4, "reward/brief/weight": 0.5, **fixed},
         {"step": 2, "reward/correct/mean": 0.3, "reward/brief/mean": 0.4, "reward/brief/weight": 0.3149, **fixed},
-        {"step": 2, "validation/correct": 0.625, "validation/brief": 0.75},
+        {"step": 2, "validation/correct": 0.625, "validation/brief": 0.75, "validation/math/brief": 0.25},
         {"step": 4, "validation/correct": 0.9, "validation/brief": 0.99},
     ]
     folder = tmp_path / "run"
@@ -75,6 +76,7 @@ def test_the_card_has_weights_and_means_of_validation_up_to_its_own_step(exporte
     text = write_card(exported, str(model), settings(model), run(tmp_path), 2).read_text()
     assert "| reward | weight | mean on held-out prompts, step 0 | step 2 |" in text
     assert "| correct | 1 | 0.100 | 0.625 |\n| brief | 0.5 to 0.315 | 0.200 | 0.750 |" in text
+    assert "| math/brief | 0.5 | 0.250 | 0.250 |" in text
     assert "![reward curves](rewards.png)" in text and (exported / "rewards.png").read_bytes()[:4] == b"\x89PNG"
     settings_block = text.partition("```yaml\n")[2].partition("```")[0]
     assert yaml.safe_load(settings_block)["policy.megatron_cfg.optimizer.lr"] == 1e-6

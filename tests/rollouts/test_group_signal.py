@@ -107,7 +107,7 @@ N = {"correctness": None, "format": None, "logged": 1.0}
 def test_a_group_has_signal_if_and_only_if_the_estimator_gives_it_an_advantage(how, drawn):
     batch = [group(position, prompt, rows) for position, (prompt, rows) in enumerate(drawn)]
     chosen = SETTINGS[how]
-    siblings = [siblings_of(one, batch, chosen.gdpo) for one in batch]
+    siblings = [siblings_of(one, batch, chosen) for one in batch]
     found = [has_signal(one, chosen, others) for one, others in zip(batch, siblings)]
     assert found == [expected(one, others, chosen) for one, others in zip(batch, siblings)]
 
@@ -128,7 +128,7 @@ def test_leave_one_out_compares_a_sample_with_the_siblings_of_its_group():
     chosen = config(PROMPT, "gdpo.dynamic_sampling={enabled: true, leave_one_out: true}")
     one, other = group(0, 0, [R, R, W]), group(1, 0, [W, R])
     alone = part_with_signal(one, chosen)
-    beside = part_with_signal(one, chosen, siblings_of(one, [one, other], chosen.gdpo))
+    beside = part_with_signal(one, chosen, siblings_of(one, [one, other], chosen))
     assert [t.sample_index for t in alone.trajectories] == [0, 1]
     assert [t.sample_index for t in beside.trajectories] == [0, 1, 2]
 

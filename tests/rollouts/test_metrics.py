@@ -13,6 +13,8 @@ from gdpo_nemo.data.replies import ReplyParser
 from gdpo_nemo.generation.requests import Completion
 from gdpo_nemo.observe.metric_registry import about_of, unknown_metrics
 from gdpo_nemo.rollouts.batches import apply_verdicts, decode, sample_seed, sampled
+from gdpo_nemo.rollouts.credit import advantages_of
+from gdpo_nemo.rollouts.environment_metrics import environment_metrics
 from gdpo_nemo.rollouts.metrics import check_failures, rollout_metrics, update_metrics, validation_metrics
 from gdpo_nemo.utils.errors import RunError
 
@@ -112,6 +114,56 @@ def test_validation_has_the_unbiased_pass_at_k_of_every_component_on_request():
     )
     assert unknown_metrics([row]) == []
     assert "unbiased" in about_of("validation/a/pass_at/2")
+
+
+def test_validation_is_also_measured_by_environment_if_the_prompts_have_several():
+    rewards = {"math": [{"a": 1.0, "b": 2.0}, {"a": 0.0, "b": 4.0}], "code": [{"a": 0.5}, {"a": 0.5}]}
+    both = []
+    for name, found in rewards.items():
+        made = [sample(rewards=values, environment=name) for values in found]
+        both.append(Group(made[0].prompt, made))
+    row = validation_metrics(both, [2], {"b": -1})
+    alone = {name: validation_metrics([group], [2], {"b": -1}) for name, group in zip(("math", "code"), both)}
+    expected = {}
+    for name, found in alone.items():
+        for key, value in found.items():
+            if key not in ("validation/mean_length", "validation/env_failed"):
+                expected[key.replace("validation/", f"validation/{name}/")] = value
+    together = [key for key in row if key not in expected]
+    assert len(expected) == 6 and {key: row[key] for key in expected} == expected
+    assert together == [f"validation/{key}" for key in ("a", "a/pass_at/2", "b", "b/pass_at/2", "mean_length",
+                                                        "env_failed")]  # fmt: skip
+    assert unknown_metrics([row]) == [] and "component math/a " in about_of("validation/math/a")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rewards_by_environment_are_those_of_a_batch_of_this_environment(config, seed):
+    """Also after shaping, with missing rewards, and in groups of the same prompt."""
+    rng = np.random.default_rng(seed)
+    config.gdpo.rewards = {"correctness": 1.0, "format": 0.5}
+    config.gdpo.shaping = [{"component": "format", "condition": {"on": "correctness", "ge": 0.5}}]
+    config.gdpo.group_by = ["row", "prompt", "row"][seed]
+    config.env = {"math": {}, "code": {}, "unused": {}}
+    config.data.train.environment = None
+    groups = []
+    for index in range(12):
+        prompt = Prompt(str(index), np.array([index // 3], np.int32), "", ("math", "code")[index % 3 == 0])
+        samples = [sample(rewards={"correctness": float(rng.integers(2)), "format": rng.choice([None, 0.0, 1.0])})
+                   for _ in range(4)]  # fmt: skip
+        if rng.random() < 0.5:
+            samples[0].outcome = Outcome.ENV_FAILED
+        groups.append(Group(prompt, [replace(made, prompt=prompt) for made in samples], index))
+    row = environment_metrics(groups, config)
+    assert [row.pop(f"rollout/groups/{name}") for name in config.env] == [8, 4, 0]
+    expected = {}
+    for name in ("math", "code"):
+        alone = advantages_of([group for group in groups if group.prompt.environment == name], config).diagnostics
+        for key, value in alone.metrics().items():
+            if key.startswith("reward/") and key.endswith(("/mean", "/std", "/missing", "/dead_groups")):
+                expected[key.replace("reward/", f"reward/{name}/")] = pytest.approx(value, abs=1e-12)
+    assert row == expected and len(row) == 16
+    config.data.train.environment = "math"
+    assert environment_metrics(groups, config) == {}
 
 
 def test_a_verdict_gives_rewards_and_outcome_and_a_cut_completion_is_truncated():

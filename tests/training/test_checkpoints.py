@@ -129,7 +129,8 @@ def test_newest_and_best_checkpoints_are_retained(checkpoints):
 
 def test_the_best_checkpoint_of_a_penalty_has_the_smallest_value(tmp_path):
     """The metric is that of a component with a negative weight, or its pass@k; any other metric is larger is better."""
-    for metric, best in (("validation/long", 2), ("validation/long/pass_at/4", 2), ("validation/mean_length", 1)):
+    for metric, best in (("validation/long", 2), ("validation/long/pass_at/4", 2), ("validation/math/long", 2),
+                         ("validation/math/correctness", 1), ("validation/mean_length", 1)):  # fmt: skip
         overrides = ["gdpo.rewards={correctness: 1, long: -1}", f"checkpointing.metric_name={metric}"]
         config = load_config(DEMO, [*overrides, "checkpointing.keep_last=1"])
         checkpoints = resume._checkpoints(config, tmp_path / metric)
