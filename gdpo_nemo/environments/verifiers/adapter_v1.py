@@ -14,8 +14,12 @@ import inspect
 import itertools
 import json
 import math
+import multiprocessing
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
 
 import httpx
@@ -33,14 +37,15 @@ from verifiers.v1.harness import Harness
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.interception import server as interception
 from verifiers.v1.runtimes import ProgramResult, SubprocessConfig
+from verifiers.v1.runtimes.subprocess import SubprocessRuntime
 from verifiers.v1.task import Task
 from verifiers.v1.types import SamplingConfig, content_text
 from verifiers.v1.utils.loaders import default_harness_id, load_environment, resolve_env_config
 
 if TYPE_CHECKING:
-    from gdpo_nemo.environments.verifiers.worker import API_KEY, Policy, first_line, score
+    from gdpo_nemo.environments.verifiers.worker import API_KEY, Policy, first_line, run_module, score
 else:
-    from gdpo_nemo_worker import API_KEY, Policy, first_line, score
+    from gdpo_nemo_worker import API_KEY, Policy, first_line, run_module, score
 
 __all__ = ["ChatHarness"]
 
@@ -201,8 +206,53 @@ def _number(name: str, value: Any) -> float:
     return math.nan if number is None else number
 
 
+_run_background = SubprocessRuntime.run_background
+_forks = multiprocessing.get_context("forkserver")
+
+
+class ForkedProgram:
+    """Process of a tool server, with the part of the interface of ``asyncio.subprocess.Process`` that is used."""
+
+    def __init__(self, process: Any):
+        self._process = process
+        self.pid = process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, or None while the process runs."""
+        return self._process.exitcode
+
+    async def wait(self) -> int | None:
+        """Wait for the end of the process and return its exit status."""
+        await asyncio.to_thread(self._process.join)
+        return self._process.exitcode
+
+
+async def _start_forked(runtime: Any, command: list[str], env: dict[str, str], log: str) -> None:
+    """Start a tool server in ``runtime``, as ``SubprocessRuntime.run_background``.
+
+    The process is forked from one that has imported the library, because the import takes seconds for each episode.
+    """
+    if command[:2] != [sys.executable, "-m"]:
+        await _run_background(runtime, command, env, log)
+        return
+    visible = {name: value for name, value in os.environ.items() if "API_KEY" not in name.upper()}
+    mine, theirs = _forks.Pipe(duplex=False)
+    arguments = (command[2], {**visible, **runtime.process_env(env)}, str(runtime.workdir), log, theirs)
+    process = _forks.Process(target=run_module, args=arguments, daemon=True)
+    await asyncio.to_thread(process.start)
+    try:
+        theirs.close()
+        await asyncio.to_thread(mine.recv)
+    except BaseException:
+        process.kill()
+        raise
+    runtime._background.append(ForkedProgram(process))
+
+
 interception.resolve_client = _client_of
 Task.hooks = _watched_hooks
+SubprocessRuntime.run_background = _start_forked
 
 
 class Adapter:
@@ -215,6 +265,7 @@ class Adapter:
 
     def __init__(self, package: str, args: dict[str, Any]):
         taskset = {**(args.get("taskset") or {}), "id": package}
+        _forks.set_forkserver_preload(["verifiers.v1", "mcp.server.mcpserver", "uvicorn"])
         self._env: Any = load_environment(_with_defaults(resolve_env_config({**args, "taskset": taskset}), package))
         self._tasks: list[Any] = []
         self._remaining = iter(self._env.taskset)
@@ -231,6 +282,9 @@ class Adapter:
         rewards = _hooks(task, "reward")
         functions = [(f.__name__, getattr(f, "_vf_weight", 1.0)) for f in rewards if not _is_keyed(f)]
         functions += [(judge.reward_name, judge.config.weight) for judge in task.plugged_judges()]
+        tools = task.toolsets(task.config)
+        if tools:
+            forkserver.ensure_running()  # it imports the library meanwhile
         return {
             "version": verifiers.__version__,
             "api": "v1",
@@ -238,7 +292,7 @@ class Adapter:
             "open": any(map(_is_keyed, rewards)) or type(env).finalize is not Env.finalize,
             "metrics": [f.__name__ for f in task.hooks("metric")],
             "tasks": None,
-            "tools": bool([*task.toolsets(task.config), *env.taskset.toolsets(env.taskset.config)]),
+            "tools": bool([*tools, *env.taskset.toolsets(env.taskset.config)]),
         }
 
     def rows(self, split: str, size: int | None, seed: int, choice: dict[str, Any]) -> list[dict[str, Any]]:

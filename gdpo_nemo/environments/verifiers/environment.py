@@ -117,9 +117,10 @@ class Verifiers(Environment):
         self._log = folder / f"verifiers_{Path(self._options.package).name}.log"
 
     def use_endpoint(self, url: str, api_key: str | None) -> None:
-        """Play with the endpoint at ``url``."""
+        """Play with the endpoint at ``url``. Raises ConfigError if the virtual environment does not exist."""
         self._url = f"{url}/v1"
         self._api_key = api_key or "none"
+        self._started()  # while the engines start
 
     def play(self, prompts: Sequence[Prompt], sampling: Mapping[str, float]) -> list[Played | Failure]:
         """Play one episode per prompt and return the results, in order. Samples of a prompt are scored together.
@@ -157,20 +158,28 @@ class Verifiers(Environment):
         if worker is not None:
             worker.close()
 
-    def _loaded(self) -> WorkerProcess:
-        """Return the worker. Start it, again if it has ended. Raises ConfigError if the package cannot be loaded."""
+    def _started(self) -> WorkerProcess:
+        """Return the worker. Start it, again if it has ended."""
         chosen = self._options
+        python = _interpreter(chosen.venv)
+        settings = {name: getattr(chosen, name) for name in ("package", "args", "concurrency", "deadline_s")}
         with self._lock:
-            if self._worker is None or not self._worker.alive:
-                settings = {name: getattr(chosen, name) for name in ("package", "args", "concurrency", "deadline_s")}
-                try:
-                    self._worker = WorkerProcess(_interpreter(chosen.venv), self._log, settings)
-                except (WorkerError, WorkerDied) as error:
-                    raise ConfigError(
-                        f"package: {chosen.package} could not be loaded: {printable(str(error), 300)}"
-                    ) from None
-                self._use(self._worker.description)
+            if self._worker is not None and not self._worker.alive:
+                self._worker.close()
+                self._worker = None
+            if self._worker is None:
+                self._worker = WorkerProcess(python, self._log, settings)
             return self._worker
+
+    def _loaded(self) -> WorkerProcess:
+        """Return the worker after it has loaded the package. Raises ConfigError if the package cannot be loaded."""
+        worker = self._started()
+        try:
+            self._use(worker.description())
+        except (WorkerError, WorkerDied) as error:
+            package = self._options.package
+            raise ConfigError(f"package: {package} could not be loaded: {printable(str(error), 300)}") from None
+        return worker
 
     def _use(self, description: Mapping[str, Any]) -> None:
         """Read the names of the components from the description of a package. Raises ConfigError."""

@@ -36,16 +36,12 @@ class WorkerDied(Exception):
 
 
 class WorkerProcess:
-    """Worker process with a loaded package. Several threads may use it.
+    """Worker process that loads a package. Several threads may use it. The constructor does not wait for the package.
 
     Args:
         python: interpreter of the virtual environment with verifiers and the package.
         log: file for the output of the package, or None for a temporary file.
         settings: package, args, concurrency and deadline_s.
-
-    Raises:
-        WorkerError: if the package cannot be loaded.
-        WorkerDied: if the process ends, or does not load the package within ``LOAD_S`` seconds.
     """
 
     def __init__(self, python: Path, log: Path | None, settings: Mapping[str, Any]):
@@ -55,8 +51,8 @@ class WorkerProcess:
         self._blocked = ""
         self._end = ""
         """Reason why the worker has ended, or empty."""
-        self._pending: dict[int, Future[Any]] = {0: Future()}
-        loaded = self._pending[0]
+        self._description: Future[Any] = Future()
+        self._pending = {0: self._description}
         requests, requests_end = os.pipe()
         replies_end, replies = os.pipe()
         # Programs of the package's virtual environment are found before those of the run.
@@ -76,11 +72,16 @@ class WorkerProcess:
         self._reader = threading.Thread(target=self._read, args=(replies_end,), daemon=True, name="verifiers worker")
         self._reader.start()
         self._send(settings)
-        try:
-            self.description: dict[str, Any] = self.result(loaded, LOAD_S)
-        except BaseException:
-            self.close()
-            raise
+
+    def description(self) -> dict[str, Any]:
+        """Wait until the package is loaded, and return its description.
+
+        Raises:
+            WorkerError: if the package cannot be loaded.
+            WorkerDied: if the process ends, or does not load the package within ``LOAD_S`` seconds.
+        """
+        description: dict[str, Any] = self.result(self._description, LOAD_S)
+        return description
 
     @property
     def alive(self) -> bool:
