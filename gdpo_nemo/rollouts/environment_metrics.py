@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gdpo_nemo.config.environment_algorithms import config_of
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Group, trajectories_of
 from gdpo_nemo.rollouts.credit import reward_columns, trajectory_groups
@@ -29,18 +30,16 @@ def environment_metrics(groups: Sequence[Group], config: Config) -> dict[str, fl
     data = config.data.train
     if len(config.env) < 2 or (data.environment is not None and data.environment_key is None):
         return {}
-    trajectories = trajectories_of(groups)
-    columns = reward_columns(trajectories, config)
-    ids = trajectory_groups(groups, config.gdpo.group_by)
-    valid = np.array([t.trains for t in trajectories])
-    owners = np.array([t.prompt.environment for t in trajectories])
     row = {}
     for environment in config.env:
-        count = sum(group.prompt.environment == environment for group in groups)
-        row[f"rollout/groups/{environment}"] = float(count)
-        chosen = valid & (owners == environment)
-        for name, column in columns.items():
-            for key, value in _statistics(column[chosen], ids[chosen]).items():
+        members = [group for group in groups if group.prompt.environment == environment]
+        row[f"rollout/groups/{environment}"] = float(len(members))
+        own = config_of(config, environment)
+        trajectories = trajectories_of(members)
+        valid = np.array([t.trains for t in trajectories], bool)
+        ids = trajectory_groups(members, own.gdpo.group_by)
+        for name, column in (reward_columns(trajectories, own) if members else {}).items():
+            for key, value in _statistics(column[valid], ids[valid]).items():
                 row[f"reward/{environment}/{name}/{key}"] = value
     return row
 
