@@ -39,13 +39,12 @@ def environment_metrics(groups: Sequence[Group], config: Config) -> dict[str, fl
         valid = np.array([t.trains for t in trajectories], bool)
         ids = trajectory_groups(members, own.gdpo.group_by)
         for name, column in (reward_columns(trajectories, own) if members else {}).items():
-            for key, value in _statistics(column[valid], ids[valid]).items():
-                row[f"reward/{environment}/{name}/{key}"] = value
+            row |= _statistics(f"{environment}/{name}", column[valid], ids[valid])
     return row
 
 
-def _statistics(rewards: np.ndarray, ids: np.ndarray) -> dict[str, float]:
-    """Return the statistics of a component.
+def _statistics(name: str, rewards: np.ndarray, ids: np.ndarray) -> dict[str, float]:
+    """Return the metrics of a component.
 
     Args:
         rewards: float64 [samples], NaN where the component does not apply.
@@ -55,10 +54,12 @@ def _statistics(rewards: np.ndarray, ids: np.ndarray) -> dict[str, float]:
     values = rewards[present]
     if not len(values):
         return {}
-    found = {"mean": float(values.mean()), "missing": 1.0 - len(values) / len(rewards)}
+    row = {f"reward/{name}/mean": float(values.mean()), f"reward/{name}/missing": 1.0 - len(values) / len(rewards)}
     if len(values) > 1:
-        found["std"] = float(values.std(ddof=1))
+        row[f"reward/{name}/std"] = float(values.std(ddof=1))
     groups = np.unique(ids[present])
     if len(values) > len(groups):  # Groups of one sample, as with ppo, have no signal to lose.
-        found["dead_groups"] = float(np.mean([is_constant(values[ids[present] == group]) for group in groups]))
-    return found
+        row[f"reward/{name}/dead_groups"] = float(
+            np.mean([is_constant(values[ids[present] == group]) for group in groups])
+        )
+    return row
