@@ -103,13 +103,16 @@ class Verifiers(Environment):
         self._check_splits(split, {str(row["id"]) for row in rows})
         return rows
 
-    def preflight(self, prompts: Sequence[Prompt]) -> None:
+    def preflight(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
         """Load the package and set the names of the components.
+
+        Returns:
+            Description of the package by its adapter.
 
         Raises:
             ConfigError: if the package cannot be loaded, or has no reward functions.
         """
-        self._loaded()
+        return self._loaded().description()
 
     def use_run_folder(self, folder: Path) -> None:
         """Write the output of the package to the run folder."""
