@@ -38,6 +38,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType, ModuleType
 from typing import Any, TextIO
+from urllib.parse import urlsplit
 
 API_KEY = "GDPO_NEMO_POLICY_KEY"
 """Environment variable with the access token of the endpoint, from which clients of verifiers read it."""
@@ -230,6 +231,9 @@ class Server:
 
     async def _play(self, tasks: list[dict[str, Any]], **policy: Any) -> list[dict[str, Any]]:
         os.environ[API_KEY] = policy["api_key"]
+        for name in ("no_proxy", "NO_PROXY"):  # a proxy cannot reach the endpoint and the servers of the library
+            hosts = {urlsplit(policy["url"]).hostname or "", "127.0.0.1", *os.environ.get(name, "").split(",")}
+            os.environ[name] = ",".join(sorted(hosts))
         limited = Policy(**policy, slots=self._slots, deadline_s=self._deadline_s)
         episodes: list[dict[str, Any]] = await self._adapter.play(tasks, limited)
         return episodes
