@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdpo_nemo.algorithms.rubrics import criteria_of, is_known
@@ -34,6 +34,9 @@ class Environment:
     open_rewards: bool = False
     """True while the component names are unknown. In this case, verdicts may contain any component, and the reward
     weights of the config are not checked."""
+    component_origins: Mapping[str, str] = MappingProxyType({})
+    """Origins of components whose names a third-party package chose, by component. Components with the same name in
+    several environments must have the same origin."""
     system_prompt: str | None = None
     """Default system prompt for this environment's prompts. The config may set a different system prompt."""
     remote: bool = False
@@ -123,11 +126,20 @@ class Environment:
 
     def use_run_folder(self, folder: Path) -> None:
         """Use the run folder, for example for a cache that survives restarts. The driver calls this method at the start
-        of a training run if the environment is ``remote``."""
+        of a training run if the environment is ``remote`` or ``plays_with_endpoint``."""
+
+    def use_endpoint(self, url: str, api_key: str | None) -> None:
+        """Use the run's endpoint in ``play``. The driver calls this method once if the environment
+        ``plays_with_endpoint``.
+
+        Args:
+            url: URL of the endpoint, without a path.
+            api_key: access token, or None if the endpoint accepts every request.
+        """
 
     def close(self) -> None:
         """Cancel requests in flight and release resources. The driver calls this method after ``preflight``, and at the
-        end of the run if the environment is ``remote``."""
+        end of the run if the environment is ``remote`` or ``plays_with_endpoint``."""
 
     @property
     def verifies(self) -> bool:

@@ -29,6 +29,7 @@ _OTHER_NAMES = {
     "nemo_gym": "gdpo_nemo.environments.nemo_gym.environment:NemoGym",
     "nemo_gym_agent": "gdpo_nemo.environments.nemo_gym.agent_environment:NemoGymAgent",
     "openenv": "gdpo_nemo.environments.openenv.episodes:OpenEnv",
+    "verifiers": "gdpo_nemo.environments.verifiers.environment:Verifiers",
 }
 """Built-in environments whose name differs from the name of their file."""
 
@@ -135,13 +136,29 @@ def load_environments(section: Mapping[str, Mapping[str, Any] | None]) -> dict[s
 
 
 def check_rewards(config: Config, algorithm: AlgorithmSpec, environments: Mapping[str, Environment]) -> None:
-    """Check that the environments return every reward component to which the config assigns a weight.
+    """Check that the environments return every reward component to which the config assigns a weight, and that
+    components with the same name have the same meaning.
 
     The components of an environment that are unknown are not checked. Raises ConfigError.
     """
     if algorithm.samples:
+        _check_origins(environments)
         known = {name: None if e.open_rewards else tuple(e.reward_names) for name, e in environments.items()}
         check_weighted_components(config, known)
+
+
+def _check_origins(environments: Mapping[str, Environment]) -> None:
+    known: dict[str, tuple[str, str]] = {}
+    for name, environment in environments.items():
+        for component in environment.reward_names:
+            package = environment.component_origins.get(component, "")
+            other, other_package = known.setdefault(component, (name, package))
+            if package != other_package:
+                named, second = (name, other) if package else (other, name)
+                raise ConfigError(
+                    f"env.{named}.rewards: {component!r} is also a component of env.{second}; rename it "
+                    f"({{NEW_NAME: {component}}}), or set {{{component}: {component}}} if both have the same meaning"
+                )
 
 
 def dedicated_workers(name: str, options: Mapping[str, Any] | None) -> int | None:

@@ -35,7 +35,8 @@ class AgentEpisode(Protocol):
     """Result of one episode that an agent played.
 
     An optional attribute ``step_rewards`` is a list with the rewards of each turn of the policy. An optional attribute
-    ``criteria`` contains the criteria of families of rewards by component (``Verdict.criteria``).
+    ``criteria`` contains the criteria of families of rewards by component (``Verdict.criteria``), and ``metrics``
+    numbers by name (``Verdict.metrics``).
     """
 
     @property
@@ -119,6 +120,7 @@ def _finish(t: Transcript, result: AgentEpisode | Failure, turns: Sequence[Turn]
     try:
         t.set_rewards(result.rewards, getattr(result, "step_rewards", ()))
         t.criteria = getattr(result, "criteria", {})
+        t.metrics = dict(getattr(result, "metrics", {}))
     except ValueError as error:
         _fail(t, f"bad_reply: {error}")
 

@@ -89,6 +89,8 @@ class Transcript:
         self.rewards: dict[str, float | None] = {}
         self.criteria: Mapping[str, Criterion] = {}
         """Criteria of the families of rewards by component, if they are not in the row."""
+        self.metrics: dict[str, float] = {}
+        """Metrics of the environment, by name."""
         self.outcome = Outcome.OK
         self.detail = ""
         self.messages: list[Mapping[str, Any]] = []
@@ -337,6 +339,7 @@ class Transcript:
             criteria=criteria_of(self.prompt.fields, self.rewards, self.criteria),
             outcome=self.outcome,
             detail=self.detail,
+            metrics=self.metrics,
             loss_mask=self.mask,
             turns=self.turns,
             turn_tokens=tuple(self._turn_tokens),

@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.records import Prompt, Trajectory
 from gdpo_nemo.data.replies import reply_parser
+from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.execution.pools import EnvironmentExecutor
 from gdpo_nemo.environments.registry import load_environments
 from gdpo_nemo.generation.requests import CompletionBatch, SampleRequest, Sampling
@@ -56,6 +58,8 @@ class RolloutMethod:
     """Function to call. The function is None unless ``kind`` is ``CALL``."""
     has_tools: bool = False
     """True if the environment offers tools for every prompt."""
+    agents: Environment | None = None
+    """Environment whose agents play with the endpoint, or None."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,7 @@ class RolloutRunner:
         self._fleet = fleet
         self._pool = pool
         self._methods = rollout_methods(config)
+        self._agents = [method.agents for method in self._methods.values() if method.agents is not None]
         chat = config.data.train.chat
         has_template = bool(getattr(tokenizer, "chat_template", None))
         template_kwargs = config.data.train.chat_template_kwargs
@@ -115,7 +120,11 @@ class RolloutRunner:
                 raise ConfigError(
                     f"rollout.endpoint.api_key_env: the environment variable {settings.api_key_env} is not set"
                 )
-        return Endpoint(service, settings.host, settings.port, token, settings.allowed_hosts)
+        endpoint = Endpoint(service, settings.host, settings.port, token, settings.allowed_hosts)
+        for agents in self._agents:
+            agents.use_run_folder(Path(self._config.run.dir))
+            agents.use_endpoint(endpoint.url, token)
+        return endpoint
 
     def kind(self, environment: str) -> RolloutKind:
         """Return the rollout method of an environment's prompts."""
@@ -186,7 +195,9 @@ class RolloutRunner:
         )
 
     def close(self) -> None:
-        """Stop the endpoint."""
+        """Stop the agents and the endpoint."""
+        for agents in self._agents:
+            agents.close()
         if self.endpoint is not None:
             self.endpoint.close()
 
@@ -221,7 +232,8 @@ def rollout_methods(config: Config) -> dict[str, RolloutMethod]:
 
 def _built_in(environment: Any) -> RolloutMethod:
     if environment.plays_with_endpoint:
-        return RolloutMethod(RolloutKind.CALL, partial(play_with_agents, cast(AgentEnvironment, environment)))
+        play = partial(play_with_agents, cast(AgentEnvironment, environment))
+        return RolloutMethod(RolloutKind.CALL, play, agents=environment)
     kind = RolloutKind.EPISODE if environment.has_turns else RolloutKind.SAMPLE
     return RolloutMethod(kind, has_tools=environment.offers_tools)
 

@@ -232,7 +232,7 @@ def test_a_file_in_tasks_is_the_environment_of_its_name():
     found = {name: re.findall(r"^class (\w+)\(Environment\)", text, re.M) for name, text in files.items()}
     assert all(len(classes) <= 1 for classes in found.values())
     named = {name for name, classes in found.items() if classes} - {"reward_functions"}
-    assert named | {"functions", "nemo_gym", "nemo_gym_agent", "openenv"} == BUILT_IN.keys()
+    assert named | {"functions", "nemo_gym", "nemo_gym_agent", "openenv", "verifiers"} == BUILT_IN.keys()
 
 
 @pytest.mark.slow
