@@ -28,8 +28,8 @@ ROLLOUTS = (
     ),
     mutant(
         "rollouts/environment_metrics.py",
-        "chosen = valid & (owners == environment)",
-        "chosen = owners == environment",
+        "column[valid], ids[valid])",
+        "column, ids)",
         "rollouts/test_metrics.py::test_rewards_by_environment_are_those_of_a_batch_of_this_environment",
         "masked samples do not count in the rewards of an environment",
     ),

@@ -180,6 +180,7 @@ def test_every_measured_key_is_described_and_every_described_one_is_measured():
         "component_gradients.py",
         "prompt_pools.py",
         "environment_metrics.py",
+        "by_environment.py",
     )  # tests/end_to_end, tests/test_trainer, tests/rollouts
     computed = {m.pattern for m in metrics().values() if Path(m.source).name not in elsewhere}
     assert described == computed - {"policy/NAME"}  # which is for losses of a user's own
