@@ -13,6 +13,7 @@ from typing import Any
 from gdpo_nemo.algorithms.loss_selection import is_import_path
 from gdpo_nemo.commands.arguments import Commands, add_config, add_verbosity, say, verbosity
 from gdpo_nemo.config.data_files import data_paths, is_local, is_rows_function, splits_to_read
+from gdpo_nemo.config.environment_algorithms import check_rows_of
 from gdpo_nemo.config.layout import Resolved
 from gdpo_nemo.config.load import load_config, to_yaml
 from gdpo_nemo.config.schema import Config, DatasetConfig, RunConfig
@@ -166,9 +167,12 @@ def _check_local(
         for name, row in zip(names, rows):
             if data.strided is None:
                 first_rows.setdefault(name, (row, data.prompt_key))
+        complete = _limit(data) is None or len(rows) < SAMPLE
+        if split == "train" and complete:
+            check_rows_of(config, names)
         if split == "train" and config.data.mix:
             sources = ((row["id"], name, row) for name, row in zip(names, rows))
-            counts = check_mix(config.data, sources, complete=_limit(data) is None or len(rows) < SAMPLE)
+            counts = check_mix(config.data, sources, complete=complete)
             found.append(
                 ("data", "data.mix: " + ", ".join(f"{count} rows of {name}" for name, count in counts.items()))
             )

@@ -6,7 +6,7 @@ All other environments share the algorithm and the batch statistics of the run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
@@ -127,6 +127,18 @@ def check_whole_run(config: Config) -> None:
     for what, is_set in conflicts.items():
         if is_set:
             raise ConfigError(f"env.{next(iter(own_configs(config)))}.{_OWN}: conflicts with {what}")
+
+
+def check_rows_of(config: Config, environments: Iterable[str]) -> None:
+    """Check that every environment with an algorithm has training rows. Raises ConfigError.
+
+    Args:
+        environments: environments of the training rows.
+    """
+    found = set(environments)
+    for name in own_configs(config):
+        if name not in found:
+            raise ConfigError(f"env.{name}.{_OWN}: no row of data.train has the environment {name!r}; remove it")
 
 
 def _with_own(config: Config, own: Mapping[str, Any]) -> Config:

@@ -8,6 +8,8 @@ from math import ceil
 from pathlib import Path
 
 from gdpo_nemo.algorithms.component_weights import describe_weights
+from gdpo_nemo.config.algorithm_choice import spec_of
+from gdpo_nemo.config.environment_algorithms import own_configs
 from gdpo_nemo.config.layout import Layout, Resolved
 from gdpo_nemo.config.placement import describe_places
 from gdpo_nemo.config.rollout_checks import (
@@ -489,14 +491,21 @@ def _length(resolved: Resolved) -> str:
 
 
 def _rewards(resolved: Resolved) -> str:
-    config = resolved.config
     if not resolved.algorithm.samples:
-        return f"none, {config.algorithm.type} does not sample"
+        return f"none, {resolved.config.algorithm.type} does not sample"
+    own = own_configs(resolved.config)
+    parts = [] if own and len(own) == len(resolved.config.env) else [_objective(resolved.config)]
+    return "; ".join([*parts, *(f"{name}: {_objective(config)}" for name, config in own.items())])
+
+
+def _objective(config: Config) -> str:
+    """Describe the rewards with which samples are trained, the estimator and the loss."""
     weights = describe_weights(config.gdpo.rewards, config.gdpo.constraints, config.gdpo.schedules)
     rule = config.gdpo.weighting.get("rule")
     weights += f" with factors of {rule}" * bool(rule)
     preset = f", preset {config.gdpo.preset}" if config.gdpo.preset else ""
-    estimator = config.algorithm.type if resolved.algorithm.head == "value" else config.gdpo.estimator
+    spec = spec_of(config)
+    estimator = config.algorithm.type if spec.head == "value" or spec.section == "teacher" else config.gdpo.estimator
     credit = f"credit {config.gdpo.credit}"
     return f"{weights} by {estimator}{preset}, {credit}, loss {config.loss_fn.type} ({config.loss_fn.aggregation})"
 

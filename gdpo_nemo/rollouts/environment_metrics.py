@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gdpo_nemo.config.environment_algorithms import config_of
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Group, trajectories_of
 from gdpo_nemo.rollouts.credit import reward_columns, trajectory_groups
@@ -29,24 +30,21 @@ def environment_metrics(groups: Sequence[Group], config: Config) -> dict[str, fl
     data = config.data.train
     if len(config.env) < 2 or (data.environment is not None and data.environment_key is None):
         return {}
-    trajectories = trajectories_of(groups)
-    columns = reward_columns(trajectories, config)
-    ids = trajectory_groups(groups, config.gdpo.group_by)
-    valid = np.array([t.trains for t in trajectories])
-    owners = np.array([t.prompt.environment for t in trajectories])
     row = {}
     for environment in config.env:
-        count = sum(group.prompt.environment == environment for group in groups)
-        row[f"rollout/groups/{environment}"] = float(count)
-        chosen = valid & (owners == environment)
-        for name, column in columns.items():
-            for key, value in _statistics(column[chosen], ids[chosen]).items():
-                row[f"reward/{environment}/{name}/{key}"] = value
+        members = [group for group in groups if group.prompt.environment == environment]
+        row[f"rollout/groups/{environment}"] = float(len(members))
+        own = config_of(config, environment)
+        trajectories = trajectories_of(members)
+        valid = np.array([t.trains for t in trajectories], bool)
+        ids = trajectory_groups(members, own.gdpo.group_by)
+        for name, column in (reward_columns(trajectories, own) if members else {}).items():
+            row |= _statistics(f"{environment}/{name}", column[valid], ids[valid])
     return row
 
 
-def _statistics(rewards: np.ndarray, ids: np.ndarray) -> dict[str, float]:
-    """Return the statistics of a component.
+def _statistics(name: str, rewards: np.ndarray, ids: np.ndarray) -> dict[str, float]:
+    """Return the metrics of a component.
 
     Args:
         rewards: float64 [samples], NaN where the component does not apply.
@@ -56,10 +54,12 @@ def _statistics(rewards: np.ndarray, ids: np.ndarray) -> dict[str, float]:
     values = rewards[present]
     if not len(values):
         return {}
-    found = {"mean": float(values.mean()), "missing": 1.0 - len(values) / len(rewards)}
+    row = {f"reward/{name}/mean": float(values.mean()), f"reward/{name}/missing": 1.0 - len(values) / len(rewards)}
     if len(values) > 1:
-        found["std"] = float(values.std(ddof=1))
+        row[f"reward/{name}/std"] = float(values.std(ddof=1))
     groups = np.unique(ids[present])
     if len(values) > len(groups):  # Groups of one sample, as with ppo, have no signal to lose.
-        found["dead_groups"] = float(np.mean([is_constant(values[ids[present] == group]) for group in groups]))
-    return found
+        row[f"reward/{name}/dead_groups"] = float(
+            np.mean([is_constant(values[ids[present] == group]) for group in groups])
+        )
+    return row

@@ -46,8 +46,11 @@ METRICS = {
     "policy/NAME/ratio_mean": ("", "Value of policy/ratio_mean for environment NAME with an algorithm"),
     "policy/NAME/reference_kl": ("nats/token", "Value of policy/reference_kl for environment NAME with an algorithm"),
 }
-_OF_PARTS = ("policy/entropy", "policy/clip_fraction", "policy/ratio_mean", "policy/reference_kl")
-"""Metrics of an update that are also measured for each part."""
+_OF_PARTS = (
+    "advantage/NAME/std", "advantage/NAME/dead_groups", "advantage/NAME/distinct", "advantage/NAME/distinct_if_summed",
+    "policy/NAME/entropy", "policy/NAME/clip_fraction", "policy/NAME/ratio_mean", "policy/NAME/reference_kl",
+)  # fmt: skip
+"""Metrics of a step that are also measured for each part."""
 
 
 @dataclass
@@ -130,7 +133,7 @@ class ByEnvironment(Algorithm["Rollout", PreparedParts]):
             if name not in prepared.parts:
                 continue
             of_part = update_metrics([_of_part(result, number) for result in results], on_policy=False)
-            row |= {_with_name(key, name): of_part[key] for key in _OF_PARTS if key in of_part}
+            row |= _named(of_part, name)
         return row
 
     def record(self, row: Mapping[str, Any], prepared: PreparedParts) -> None:
@@ -226,7 +229,7 @@ class ByEnvironment(Algorithm["Rollout", PreparedParts]):
             else:
                 groups += len(part.rollout.groups)
                 dead += len(part.rollout.groups) * diagnostics.all_dead
-            row |= {_with_name(key, name): value for key, value in found.items()}
+            row |= _named(found, name)
             valid = sum(t.trains for t in part.rollout.trajectories)
             for component, mean, missing in zip(diagnostics.names, diagnostics.mean, diagnostics.missing):
                 values.setdefault(component, []).append((mean, valid * (1.0 - missing)))
@@ -254,10 +257,17 @@ def _count_trained(sequences: Sequence[TrainSequence]) -> int:
     return len({s.trajectory for s in sequences if s.weight})
 
 
-def _with_name(key: str, name: str) -> str:
-    """Return a metric's name with the name of a part after its first word."""
-    first, _, rest = key.partition("/")
-    return f"{first}/{name}/{rest}"
+def _named(metrics: Mapping[str, float], name: str) -> dict[str, float]:
+    """Return the metrics of a part, with its name in their keys: all rewards, and those in ``_OF_PARTS``."""
+    row = {}
+    for pattern in _OF_PARTS:
+        key = pattern.replace("/NAME", "")
+        if key in metrics:
+            row[pattern.replace("NAME", name)] = metrics[key]
+    for key, value in metrics.items():
+        if key.startswith("reward/"):
+            row[f"reward/{name}/{key.removeprefix('reward/')}"] = value
+    return row
 
 
 def _of_part(result: UpdateResult, number: int | None) -> UpdateResult:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gdpo_nemo.config.data_files import is_broken_link
-from gdpo_nemo.config.environment_algorithms import trained_configs
+from gdpo_nemo.config.environment_algorithms import check_rows_of, own_configs, trained_configs
 from gdpo_nemo.config.layout import Resolved
 from gdpo_nemo.config.model_checks import check_continued, companion, read_model_config
 from gdpo_nemo.config.rollout_checks import check_turns_kept
@@ -111,6 +111,8 @@ def read_inputs(resolved: Resolved, splits: Sequence[str]) -> Inputs:
         sources = {}
         for split in splits:
             sources[split] = make_source(getattr(config.data, split), environments, tokenizer, split=split)
+    if algorithm.samples and "train" in sources and own_configs(config):
+        check_rows_of(config, {prompt.environment for prompt in sources["train"].one_of_each_row()})
     if config.data.mix and "train" in sources:
         check_mix(config.data, ((p.id, p.environment, p.fields) for p in sources["train"].head()))
     if algorithm.samples:

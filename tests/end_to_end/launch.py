@@ -31,10 +31,14 @@ UNDISTURBED_STEPS = 12
 LR = 2e-4
 CONSTRAINT = "gdpo.constraints={length: {at_least: 0.9, lr: 2.0}}"
 MIX = {"digit_sort": 0.7, "twin": 0.3}
-UNDISTURBED = (
+MIXED = (
     "env.twin={plugin: digit_sort, length_limit: 30}",
     "data.train.environment=null",
     f"data.mix={MIX}".replace("'", ""),
+)
+"""Overrides for two environments with the same components."""
+UNDISTURBED = (
+    *MIXED,
     f"gdpo.max_num_steps={UNDISTURBED_STEPS}",
     "gdpo.val_at_start=true",
     CONSTRAINT,

@@ -7,7 +7,7 @@ import math
 import shutil
 
 import pytest
-from launch import LR, UNDISTURBED, UNDISTURBED_STEPS as STEPS, arguments, rows, train_here
+from launch import LR, MIXED, UNDISTURBED, UNDISTURBED_STEPS as STEPS, arguments, rows, train_here
 
 from gdpo_nemo.commands.cli import main
 from gdpo_nemo.config.load import load_config
@@ -98,7 +98,7 @@ def test_rewards_that_go_are_always_measured_and_weighed_while_they_count(change
 def test_another_lora_rank_ends_with_status_2_and_leaves_the_folder_as_it_was(changed, digit_model, capfd):
     folder = changed[0]
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    assert main(["train", *arguments(folder, digit_model, ("policy.lora={rank: 8}",))]) == 2
+    assert main(["train", *arguments(folder, digit_model, (*MIXED, "policy.lora={rank: 8}"))]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert "policy.lora.rank: cannot change from 0 to 8" in line and f"step_{LATER}" in line
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before

@@ -19,6 +19,7 @@ import pytest
 from launch import (
     CONSTRAINT,
     MIX,
+    MIXED,
     START_S,
     UNDISTURBED,
     UNDISTURBED_STEPS as STEPS,
@@ -445,6 +446,7 @@ def test_data_and_context_ranks_make_the_same_first_update_and_a_blocking_rank_i
     launch = Launch(
         tmp_path / "run",
         digit_model,
+        *MIXED,
         f"env.digit_sort={{plugin: '{tmp_path / 'mine.py'}:Patient'}}",
         "run.max_restarts=0",
         CONSTRAINT,

@@ -13,6 +13,7 @@ import torch
 from launch import Launch, command_here, rows, timeless, train_here
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from gdpo_nemo.algorithms import compute_advantages
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.examples import ExampleSource
 from gdpo_nemo.data.records import Prompt
@@ -23,13 +24,18 @@ pytestmark = pytest.mark.slow
 
 QUIET = ("logger.plot=false", "logger.tensorboard.enabled=false", "gdpo.num_prompts_per_step=16")
 STEPS = {"sft": 6, "dpo": 9, "distillation": 6}
+REWARDED = (
+    "{plugin: digit_sort, algorithm: {type: gdpo, gdpo: {estimator: grpo, rewards: {format: 1.0, length: 0.5}}, "
+    "loss_fn: {reference_policy_kl_penalty: 0.01}}}"
+)
 OF_PAIRS = (f"gdpo.max_num_steps={STEPS['dpo']}", "gdpo.val_prompts=48")
 KTO = (*QUIET, *OF_PAIRS, "--config", "configs/dpo_tiny_cpu.yaml", "algorithm.type=kto")
 
 
 class Chain(Launch):
     """``gdpo-nemo chain`` of supervised training, preferences and distillation; ``run_dir`` is the second stage's. The
-    teacher is the model that the chain starts from, and its pupil is on two tensor-parallel ranks."""
+    teacher is the model that the chain starts from, and its pupil is on two tensor-parallel ranks. In the last stage,
+    half of the prompts have an environment that trains rewards with GRPO instead."""
 
     def command(self, run_dir: Path, model: Path, overrides: tuple[str, ...]) -> list[str]:
         folders = [run_dir.with_name(name) for name in STEPS]
@@ -46,6 +52,9 @@ class Chain(Launch):
             "3:gdpo.val_prompts=8",
             f"3:teacher.model_name={model}",
             "3:policy.megatron_cfg.tensor_model_parallel_size=2",
+            f"3:env.rewarded={REWARDED}",
+            "3:data.train.environment=null",
+            "3:data.mix={digit_sort: 0.5, rewarded: 0.5}",
             "gdpo.val_period=3",
             "checkpointing.save_period=1",
             "logger.console=plain",
@@ -169,6 +178,24 @@ def test_kto_raises_desirable_answers_above_undesirable_ones(tmp_path, digit_mod
     assert losses[9] < losses[0]
 
 
+def test_environments_of_one_step_are_trained_by_a_teacher_and_by_rewards(chain):
+    run_dir = chain / "distillation"
+    for row in (row for row in rows(run_dir) if "loss" in row):
+        assert row["rollout/groups/digit_sort"] == row["rollout/groups/rewarded"] == 4
+        assert row["teacher/kl"] > 0 and row["policy/rewarded/reference_kl"] >= 0 and row["parity/max_abs"] < 1e-4
+        samples = [s for s in read_rollouts(rollout_path(run_dir, row["step"])) if s["environment"] == "rewarded"]
+        expected = compute_advantages(
+            {
+                "format": [sample["rewards"]["format"] for sample in samples],
+                "length": [sample["rewards"]["length"] for sample in samples],
+            },
+            np.unique([sample["prompt_id"] for sample in samples], return_inverse=True)[1],
+            weights={"format": 1.0, "length": 0.5},
+            estimator="grpo",
+        )
+        assert [s["advantage"] for s in samples] == pytest.approx(expected.values.tolist(), rel=1e-12, abs=1e-12)
+
+
 def test_the_kl_to_the_teacher_falls_on_held_out_prompts(chain):
     found = held_out(chain / "distillation", "teacher_kl")
     assert list(found) == [0, 3, 6]
@@ -180,6 +207,8 @@ def test_advantage_of_a_token_is_its_gap_to_the_teacher_of_transformers(chain, d
     teacher = AutoModelForCausalLM.from_pretrained(digit_model, dtype=torch.float32)
     gaps = []
     for sample in read_rollouts(rollout_path(chain / "distillation", 1)):
+        if sample["environment"] == "rewarded":
+            continue
         ids = torch.tensor([[*sample["prompt_ids"], *sample["completion_ids"]]])
         written = len(sample["completion_ids"])
         with torch.no_grad():
@@ -189,4 +218,4 @@ def test_advantage_of_a_token_is_its_gap_to_the_teacher_of_transformers(chain, d
         assert sample["advantage"] == pytest.approx(float(gaps[-1].mean()), abs=1e-4)
     first = next(row for row in rows(chain / "distillation") if "loss" in row)
     assert first["teacher/kl"] == pytest.approx(-float(np.concatenate(gaps).mean()), abs=1e-4)
-    assert not [key for key in first if key.startswith("advantage/")] and "reward/correctness/mean" in first
+    assert not [key for key in first if key.startswith("advantage/others/")] and "reward/correctness/mean" in first

@@ -6,6 +6,13 @@ from mutant_tables.mutant import mutant
 
 LOSSES = (
     mutant(
+        "algorithms/policy_loss.py",
+        "            fields.select(chosen),\n            part,\n",
+        "            fields.select(chosen),\n            settings.parts[0],\n",
+        "training/test_by_environment.py::test_the_loss_of_parts_is_the_sum_of_their_losses_and_gradients",
+        "each part of an update has its own loss",
+    ),
+    mutant(
         "algorithms/losses.py",
         "1.0 / max(tokens.sum(), 1.0)",
         "1.0 / max(tokens.mean(), 1.0)",

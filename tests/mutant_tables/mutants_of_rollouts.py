@@ -20,6 +20,20 @@ ROLLOUTS = (
         "an absent source or difficulty does not leave a debt to the others",
     ),
     mutant(
+        "rollouts/prompt_pools.py",
+        "            for cursor in self._cursors.values():\n                cursor.offsets = None\n",
+        "",
+        "rollouts/test_prompt_pools.py::test_restored_pools_choose_the_same_prompts",
+        "a cursor forgets the prompts that were in its pool",
+    ),
+    mutant(
+        "rollouts/environment_metrics.py",
+        "column[valid], ids[valid])",
+        "column, ids)",
+        "rollouts/test_metrics.py::test_rewards_by_environment_are_those_of_a_batch_of_this_environment",
+        "masked samples do not count in the rewards of an environment",
+    ),
+    mutant(
         "rollouts/group_signal.py",
         "count = 1 + int(np.searchsorted(mass, share * mass[-1]))",
         'count = 1 + int(np.searchsorted(mass, share * mass[-1], side="right"))',

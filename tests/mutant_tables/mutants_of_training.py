@@ -6,6 +6,13 @@ from mutant_tables.mutant import mutant
 
 TRAINING = (
     mutant(
+        "training/by_environment.py",
+        "                weight = s.weight * trained[name] / total\n",
+        "                weight = s.weight / len(updates)\n",
+        "training/test_by_environment.py::test_each_environment_gets_the_advantages_and_losses_of_a_separate_run",
+        "environments have weights in proportion to their trained samples",
+    ),
+    mutant(
         "megatron/recurrence.py",
         "moves.append((rows * rectangle.keys.size(1) + positions[rectangle.query_rows], rectangle.query_rows))",
         "moves.append((rectangle.query_cells, rectangle.query_rows))",

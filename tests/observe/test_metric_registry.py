@@ -179,6 +179,8 @@ def test_every_measured_key_is_described_and_every_described_one_is_measured():
         "ppo.py",
         "component_gradients.py",
         "prompt_pools.py",
+        "environment_metrics.py",
+        "by_environment.py",
     )  # tests/end_to_end, tests/test_trainer, tests/rollouts
     computed = {m.pattern for m in metrics().values() if Path(m.source).name not in elsewhere}
     assert described == computed - {"policy/NAME"}  # which is for losses of a user's own

@@ -154,6 +154,7 @@ def test_rewards_by_environment_are_those_of_a_batch_of_this_environment(config,
             samples[0].outcome = Outcome.ENV_FAILED
         groups.append(Group(prompt, [replace(made, prompt=prompt) for made in samples], index))
     row = environment_metrics(groups, config)
+    assert unknown_metrics([row]) == []
     assert [row.pop(f"rollout/groups/{name}") for name in config.env] == [8, 4, 0]
     expected = {}
     for name in ("math", "code"):

@@ -14,7 +14,7 @@ import yaml
 from gdpo_nemo.algorithms.loss_settings import LossByPart, LossSettings
 from gdpo_nemo.algorithms.losses import TokenFields, part_metric
 from gdpo_nemo.algorithms.policy_loss import objective_loss, policy_loss
-from gdpo_nemo.config.environment_algorithms import OTHERS, config_of, trained_configs
+from gdpo_nemo.config.environment_algorithms import OTHERS, check_rows_of, config_of, trained_configs
 from gdpo_nemo.config.load import load_config, to_yaml
 from gdpo_nemo.config.validate import validate
 from gdpo_nemo.data.records import Group, Prompt, Trajectory, UpdateResult
@@ -215,6 +215,12 @@ def test_settings_of_environments_survive_a_saved_config_and_select_the_algorith
     assert ByEnvironment.needs_reference(config)
     kl = config_of(config, "kl")
     assert (kl.loss_fn.ratio_clip_max, kl.loss_fn.ratio_clip_min, kl.gdpo.estimator) == (0.4, 0.2, "gdpo")
+
+
+def test_an_algorithm_without_training_rows_is_refused_by_name():
+    check_rows_of(config_with(), ["digit_sort", "taught", "kl", "sums", "kl"])
+    with pytest.raises(ConfigError, match="env.kl.algorithm: no row of data.train has the environment 'kl'; remove"):
+        check_rows_of(config_with(), ["digit_sort", "taught", "sums"])
 
 
 def test_a_run_whose_environments_all_have_weights_needs_no_others():
