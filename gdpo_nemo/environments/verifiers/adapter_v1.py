@@ -340,7 +340,7 @@ class Adapter:
         missing = index + 1 - len(self._tasks)
         self._tasks += itertools.islice(self._remaining, max(0, missing))
         if len(self._tasks) <= index:
-            raise ValueError(f"the task set has only {len(self._tasks)} tasks, no task {index}")
+            raise ValueError(f"the task set has no task {index}, only {len(self._tasks)} tasks")
         return self._tasks[index]
 
     def _checked_task(self, idx: int, hash: str) -> Any:  # noqa: A002 - names of verifiers
