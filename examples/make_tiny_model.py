@@ -86,6 +86,10 @@ MODEL_CONFIGS = {
         "num_experts": 8, "num_experts_per_tok": 1, "norm_topk_prob": False, "decoder_sparse_step": 1,
         "mlp_only_layers": [], "max_position_embeddings": 128, "tie_word_embeddings": True,
     },
+    "make_digit_chat_model": {
+        "model_type": "qwen2", "vocab_size": 23, "hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 3,
+        "num_key_value_heads": 3, "intermediate_size": 256, "max_position_embeddings": 256, "tie_word_embeddings": True,
+    },
     "make_answering_model": {
         "model_type": "qwen2", "vocab_size": 259, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 2, "intermediate_size": 192, "max_position_embeddings": 2048, "tie_word_embeddings":
@@ -106,6 +110,17 @@ MODEL_CONFIGS = {
         True,
     },
 }  # fmt: skip
+
+DIGIT_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% set text = message.content or '' %}"
+    "{{ '>' + text + '=' if message.role == 'tool' else text }}"
+    "{{ '<eos>' if message.role == 'assistant' }}"
+    "{% endfor %}"
+)
+"""A user's message without anything around it, so a prompt of one message is that of ``digit_sort``."""
+CALL = ('<tool_call>{"name": "book_look_up", "arguments": {"key": "', '"}}</tool_call>')
+"""Text before and after the key in a call of ``book_look_up``, each of them one token."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -159,6 +174,18 @@ def make_rounds_model(folder: str, seed: int, steps: int = WARM_UP_STEPS) -> Non
     with whole_or_nothing(folder) as partial, tempfile.TemporaryDirectory() as scratch:
         _write_random(scratch, tokenizer, seed, MODEL_CONFIGS["make_rounds_model"])
         _warm_up(scratch, partial, seed, steps, _round_rows(seed), rows_per_step=24)
+
+
+def make_digit_chat_model(folder: str, seed: int, steps: int = 600) -> None:
+    """Write a model of the size of ``make_small_model`` with a chat template, for the packages of ``verifiers/``.
+
+    Half of its training texts sort digits. The others look up codes with a tool, mostly with some mistake. See
+    ``make_tiny_model``.
+    """
+    tokenizer = digit_chat_tokenizer()
+    with whole_or_nothing(folder) as partial, tempfile.TemporaryDirectory() as scratch:
+        _write_random(scratch, tokenizer, seed, MODEL_CONFIGS["make_digit_chat_model"])
+        _warm_up(scratch, partial, seed, steps, _chat_rows(seed, tokenizer))
 
 
 def _make_digit_sorter(folder: str, seed: int, steps: int, fields: dict, ties: bool = False) -> None:
@@ -250,6 +277,14 @@ def _bring_scores_together(model: torch.nn.Module) -> None:
 def character_tokenizer() -> Qwen2Tokenizer:
     """Return a tokenizer with padding (0), end (1), and a token per character of ``ALPHABET``. It drops all others."""
     return _tokenizer(["<pad>", "<eos>", *ALPHABET], unk_token="<pad>", pad_token="<pad>", eos_token="<eos>")
+
+
+def digit_chat_tokenizer() -> Qwen2Tokenizer:
+    """Return ``character_tokenizer`` with a token for each part of ``CALL``, and a chat template."""
+    tokenizer = character_tokenizer()
+    tokenizer.add_tokens(list(CALL))
+    tokenizer.chat_template = DIGIT_CHAT_TEMPLATE
+    return tokenizer
 
 
 def byte_tokenizer() -> Qwen2Tokenizer:
@@ -352,6 +387,35 @@ def _round_rows(seed: int) -> Iterator[Row]:
             ids += [*(_ID[c] for c in f"{digits}={answer}"), EOS]
             written += [False] * (DIGITS + 1) + [True] * (len(answer) + 1)
         yield Row(ids[: DIGITS + 1], ids[DIGITS + 1 :], written[DIGITS + 1 :])
+
+
+def _chat_rows(seed: int, tokenizer: Qwen2Tokenizer) -> Iterator[Row]:
+    """Yield the texts of ``warm_up_texts`` and as many look-ups of codes with random digits."""
+    rng = random.Random(seed)
+    for row in _character_rows(seed):
+        yield row
+        yield _look_up_row(rng, tokenizer)
+
+
+def _look_up_row(rng: random.Random, tokenizer: Qwen2Tokenizer) -> Row:
+    """Return a look-up: no call (a fifth), one or two, with the right key or another, and a right or wrong answer."""
+    key = "".join(rng.choices(string.digits, k=2))
+    ids: list[int] = []
+    written: list[bool] = []
+
+    def append(text: str, is_reply: bool) -> None:
+        tokens = [*tokenizer.encode(text, add_special_tokens=False), *([EOS] if is_reply else [])]
+        ids.extend(tokens)
+        written.extend([is_reply] * len(tokens))
+
+    answer = "".join(rng.choices(string.digits, k=3))
+    for _ in range(rng.choices((0, 1, 2), (1, 3, 1))[0]):
+        asked = key if rng.random() < 0.5 else "".join(rng.choices(string.digits, k=2))
+        append(f"{CALL[0]}{asked}{CALL[1]}", True)
+        answer = "".join(rng.choices(string.digits, k=3))
+        append(f">{answer}=", False)
+    append(rng.choice((f"<a>{answer}</a>", f"<a>{answer}</a>", answer, f"<a>{answer[::-1]}</a>")), True)
+    return Row(tokenizer.encode(f"+{key}=", add_special_tokens=False), ids, written)
 
 
 def _byte_rows(seed: int, tokenizer: Qwen2Tokenizer) -> Iterator[Row]:

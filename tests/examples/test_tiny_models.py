@@ -116,6 +116,23 @@ def test_games_of_rounds_learn_only_the_answers_and_fit_their_config(tokenizers)
         assert sequence.weight == pytest.approx(1 / written.sum())
 
 
+def test_look_ups_are_conversations_of_the_code_book_that_learn_only_the_replies():
+    tokenizer = makers.digit_chat_tokenizer()
+    assert len(tokenizer) == makers.MODEL_CONFIGS["make_digit_chat_model"]["vocab_size"]
+    call = f"{re.escape(makers.CALL[0])}[0-9]{{2}}{re.escape(makers.CALL[1])}<eos>"
+    calls = set()
+    for row in itertools.islice(makers._chat_rows(0, tokenizer), 1, 100, 2):
+        text = tokenizer.decode(row.prompt + row.completion)
+        talk = re.fullmatch(rf"\+[0-9]{{2}}=((?:{call}>[0-9]{{3}}=)*)(<a>[0-9]{{3}}</a>|[0-9]{{3}})<eos>", text)
+        calls.add(talk[1].count("<tool_call>"))
+        replies = tokenizer.decode([token for token, kept in zip(row.completion, row.written) if kept])
+        assert replies == re.sub(r">[0-9]{3}=", "", talk[1]) + f"{talk[2]}<eos>"
+    assert calls == {0, 1, 2}
+    contents = {"user": "+47=", "assistant": None, "tool": "282"}
+    messages = [{"role": role, "content": content} for role, content in contents.items()]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == "+47=<eos>>282="
+
+
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=60).filter(lambda text: "<|" not in text))
 @settings(deadline=None)
 def test_any_text_is_one_token_per_byte_and_comes_back(tokenizers, text):
