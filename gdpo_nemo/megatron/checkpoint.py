@@ -168,7 +168,7 @@ def _fill_moments(optimizer) -> None:
         groups += part.optimizer.param_groups
     step = max((group["step"] for group in groups if "step" in group), default=None)
     for group in groups:
-        if step is not None:
+        if step is not None and "betas" in group:  # Muon does not count steps
             group.setdefault("step", step)
     for part in parts:
         if part.config.use_precision_aware_optimizer:
@@ -367,7 +367,7 @@ def _state(policy) -> dict[str, Any]:
 
 
 def _optimizer_state(optimizer: Any, model_state: dict[str, Any]) -> dict[Any, Any]:
-    """Return the optimizer's sharded state. Chained optimizers (dense and expert parameters) have the keys 0 and 1."""
+    """Return the optimizer's sharded state. Chained optimizers have the keys 0, 1, ..."""
     parts = chained(optimizer)
     if len(parts) > 1:
         optimizer._synchronize_steps()
@@ -386,8 +386,8 @@ def _convert_optimizer_state(state: dict[Any, Any], saved: dict[Any, Any], parts
 
     The tensors already have this run's layout. Only the structure of the parameter groups (step count, learning rate)
     may differ. A plain optimizer saves groups with their parameters, and a distributed optimizer saves them without.
-    With expert parallelism, Megatron chains two optimizers, for dense and for expert parameters. The states of these
-    optimizers have the keys 0 and 1.
+    With expert parallelism, Megatron chains optimizers for dense and for expert parameters, and with Muon also for
+    matrices and for other parameters. The states of these optimizers have the keys 0, 1, ...
 
     Args:
         state: loaded optimizer state, in this run's layout.
@@ -395,7 +395,7 @@ def _convert_optimizer_state(state: dict[Any, Any], saved: dict[Any, Any], parts
         parts: this run's chained optimizers, or its only optimizer.
     """
     is_chained = len(parts) > 1
-    saved_parts = [saved[0], saved[1]] if 0 in saved else [saved]
+    saved_parts = [saved[index] for index in sorted(key for key in saved if isinstance(key, int))] or [saved]
     states = [state[index] for index in range(len(parts))] if is_chained else [state]
     was_distributed = any("param_state_sharding_type" in saved_part for saved_part in saved_parts)
     was_float32 = "param_groups" in saved_parts[0]  # a plain float32 optimizer has this key at the top level
@@ -460,8 +460,8 @@ def _convert_part(
     return {**others, "optimizer": {**state["optimizer"], "param_groups": groups}}
 
 
-_IDENTITY_KEYS = ("wd_mult", "lr_mult", "is_decoupled_lr")
-"""Keys that identify a parameter group.
+_IDENTITY_KEYS = ("wd_mult", "lr_mult", "is_decoupled_lr", "optimizer")
+"""Keys that identify a parameter group. Only groups that Adam updates in a run with Muon have the key ``optimizer``.
 
 Megatron also identifies groups by the schedule's settings (``max_lr``, ``min_lr``, ...), which may change when a run is
 resumed. The flag for expert groups also identifies a group in Megatron, although expert groups have the same settings
