@@ -273,11 +273,6 @@ EFFECTS: tuple[Effect, ...] = (
         uses_muon,
         f"without {_MEGATRON}.optimizer.type muon",
     ),
-    Effect(
-        f"{_MEGATRON}.optimizer.muon_tp_mode",
-        lambda c: c.policy.megatron_cfg.tensor_model_parallel_size > 1,
-        f"while {_MEGATRON}.tensor_model_parallel_size is 1",
-    ),
     Effect(f"{_MEGATRON}.scheduler.lr_hold_updates", _rate_changes, "with a constant learning rate"),
     Effect(
         f"{_MEGATRON}.freeze_moe_router",

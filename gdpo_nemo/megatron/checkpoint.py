@@ -238,13 +238,18 @@ def _load(policy, folder: str | Path) -> None:
     model_weights = _rename_main_weights(requested["optimizer"], stored)
     if not any(key.startswith(_MAIN_WEIGHTS[:2]) for key in stored):
         _read_separately(requested["optimizer"], model_weights, str(folder))
-    state = load_divided(requested, str(folder))
-    _fill_model(policy, state)
-    _fill_reference(policy, state)
     optimizer = policy.built.optimizer
     parts = chained(optimizer)
     saved = dist_checkpointing.load_common_state_dict(str(folder))["optimizer"]
-    converted = _convert_optimizer_state(state["optimizer"], saved, parts)
+    name = "optimizer"
+    if len(_saved_parts(saved)) != len(parts):
+        # Under the saved name, Megatron would merge the parameter groups of parts that have the same number.
+        name = "parts"
+        requested[name] = requested.pop("optimizer")
+    state = load_divided(requested, str(folder))
+    _fill_model(policy, state)
+    _fill_reference(policy, state)
+    converted = _convert_optimizer_state(state[name], saved, parts)
     _restore_settings(converted, parts)
     for part_state in converted.values() if len(parts) > 1 else [converted]:
         if "param_state" in part_state:
@@ -381,6 +386,11 @@ def _optimizer_state(optimizer: Any, model_state: dict[str, Any]) -> dict[Any, A
     return dict(enumerate(states)) if len(parts) > 1 else states[0]
 
 
+def _saved_parts(saved: dict[Any, Any]) -> list[dict[str, Any]]:
+    """Return the states of the optimizers in a checkpoint. Only those of chained optimizers have numbers."""
+    return [saved[number] for number in sorted(key for key in saved if isinstance(key, int))] or [saved]
+
+
 def _convert_optimizer_state(state: dict[Any, Any], saved: dict[Any, Any], parts: list[Any]) -> dict[Any, Any]:
     """Convert loaded optimizer state to the structure that this run's optimizer expects.
 
@@ -395,7 +405,7 @@ def _convert_optimizer_state(state: dict[Any, Any], saved: dict[Any, Any], parts
         parts: this run's chained optimizers, or its only optimizer.
     """
     is_chained = len(parts) > 1
-    saved_parts = [saved[index] for index in sorted(key for key in saved if isinstance(key, int))] or [saved]
+    saved_parts = _saved_parts(saved)
     states = [state[index] for index in range(len(parts))] if is_chained else [state]
     was_distributed = any("param_state_sharding_type" in saved_part for saved_part in saved_parts)
     was_float32 = "param_groups" in saved_parts[0]  # a plain float32 optimizer has this key at the top level
