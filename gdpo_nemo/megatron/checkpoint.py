@@ -388,7 +388,8 @@ def _optimizer_state(optimizer: Any, model_state: dict[str, Any]) -> dict[Any, A
 
 def _saved_parts(saved: dict[Any, Any]) -> list[dict[str, Any]]:
     """Return the states of the optimizers in a checkpoint. Only those of chained optimizers have numbers."""
-    return [saved[number] for number in sorted(key for key in saved if isinstance(key, int))] or [saved]
+    numbers = sorted(key for key in saved if isinstance(key, int))
+    return [saved[number] for number in numbers] or [saved]
 
 
 def _convert_optimizer_state(state: dict[Any, Any], saved: dict[Any, Any], parts: list[Any]) -> dict[Any, Any]:

@@ -348,10 +348,11 @@ def _mark_queries_and_keys(chunk: torch.nn.Module) -> None:
     for module in chunk.modules():
         if not hasattr(module, "keys_as_values"):
             continue
-        layer: Any = module.config
+        attention: Any = module
+        layer = attention.config
         queries = layer.num_attention_heads // layer.num_query_groups * layer.kv_channels
-        rows = [queries, *[layer.kv_channels] * (1 if module.keys_as_values else 2)]
-        weight: Any = module.linear_qkv.weight
+        rows = [queries, *[layer.kv_channels] * (1 if attention.keys_as_values else 2)]
+        weight = attention.linear_qkv.weight
         for matrix in (weight, getattr(weight, "main_param", weight)):
             matrix.is_qkv = True
             matrix.qkv_split_shapes = rows
