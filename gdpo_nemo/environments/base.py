@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdpo_nemo.algorithms.rubrics import criteria_of, is_known
@@ -34,6 +34,9 @@ class Environment:
     open_rewards: bool = False
     """True while the component names are unknown. In this case, verdicts may contain any component, and the reward
     weights of the config are not checked."""
+    component_origins: Mapping[str, str] = MappingProxyType({})
+    """Origins of components whose names a third-party package chose, by component. Components with the same name in
+    several environments must have the same origin."""
     system_prompt: str | None = None
     """Default system prompt for this environment's prompts. The config may set a different system prompt."""
     remote: bool = False

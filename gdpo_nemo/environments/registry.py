@@ -136,15 +136,31 @@ def load_environments(section: Mapping[str, Mapping[str, Any] | None]) -> dict[s
 
 
 def check_rewards(gdpo: GdpoConfig, algorithm: AlgorithmSpec, environments: Mapping[str, Environment]) -> None:
-    """Check that the environments return every reward component to which the config assigns a weight.
+    """Check that the environments return every reward component to which the config assigns a weight, and that
+    components with the same name have the same meaning.
 
-    The check is skipped if the components of an environment are unknown. Raises ConfigError.
+    The first check is skipped if the components of an environment are unknown. Raises ConfigError.
     """
     if not algorithm.samples:
         return
+    _check_origins(environments)
     if not any(environment.open_rewards for environment in environments.values()):
         names = chain.from_iterable(environment.reward_names for environment in environments.values())
         check_components(gdpo, list(names))
+
+
+def _check_origins(environments: Mapping[str, Environment]) -> None:
+    known: dict[str, tuple[str, str]] = {}
+    for name, environment in environments.items():
+        for component in environment.reward_names:
+            package = environment.component_origins.get(component, "")
+            other, other_package = known.setdefault(component, (name, package))
+            if package != other_package:
+                named, second = (name, other) if package else (other, name)
+                raise ConfigError(
+                    f"env.{named}.rewards: {component!r} is also a component of env.{second}; rename it "
+                    f"({{NEW_NAME: {component}}}), or set {{{component}: {component}}} if both have the same meaning"
+                )
 
 
 def dedicated_workers(name: str, options: Mapping[str, Any] | None) -> int | None:

@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import shutil
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from package_venv import venv_with
+
 REPOSITORY = Path(__file__).resolve().parents[2]
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gdpo_nemo"
 COMPILED = ("reasoning_gym",) if find_spec("reasoning_gym") else ()
 """Servers whose library needs a compiler: those of the project's extras that are installed."""
 PACKAGES = ("nemo-gym==0.4.0", "tiktoken==0.12.0", *(["reasoning-gym==0.1.25"] if COMPILED else []))
-INSTALL_S = 600
 START_S = 600
 PLUGIN = REPOSITORY / "examples" / "nemo_gym_plugin"
 """A folder with resources servers of ours, beside NeMo Gym's."""
 
 
 def installed() -> Path:
-    """The Python of the environment; makes it first where that has not been done (15 s). Any number may call at
-    once."""
-    folder = CACHE / "-".join(text.replace("==", "_") for text in PACKAGES)
-    python = folder / "bin" / "python"
-    complete = folder / "complete"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not complete.exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            uv = shutil.which("uv")
-            assert uv, "uv is not on PATH (pip install uv)"
-            subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, folder], check=True, timeout=INSTALL_S)
-            # The versions that this project's configuration lists are not NeMo Gym's.
-            command = [uv, "pip", "install", "--directory", folder, "--quiet", "--python", python, *PACKAGES]
-            subprocess.run(command, check=True, timeout=INSTALL_S)
-            complete.touch()
-    return python
+    """The Python of the environment with NeMo Gym."""
+    return venv_with(*PACKAGES)
 
 
 class RealGym:

@@ -14,17 +14,20 @@ import inspect
 import itertools
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
 
 import httpx
 import verifiers
 from verifiers.v1.clients import ModelContext
-from verifiers.v1.clients.client import RelayReply
 from verifiers.v1.clients.eval import EvalClient
 from verifiers.v1.configs.agent import agent_config_fields
-from verifiers.v1.configs.client import EvalClientConfig
+from verifiers.v1.configs.client import TrainClientConfig
 from verifiers.v1.configs.harness import HarnessConfig
 from verifiers.v1.configs.select import SelectConfig
 from verifiers.v1.dialects.chat import message_to_wire
@@ -34,14 +37,15 @@ from verifiers.v1.harness import Harness
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.interception import server as interception
 from verifiers.v1.runtimes import ProgramResult, SubprocessConfig
+from verifiers.v1.runtimes.subprocess import SubprocessRuntime
 from verifiers.v1.task import Task
 from verifiers.v1.types import SamplingConfig, content_text
 from verifiers.v1.utils.loaders import default_harness_id, load_environment, resolve_env_config
 
 if TYPE_CHECKING:
-    from gdpo_nemo.environments.verifiers.worker import API_KEY, Policy, first_line, score
+    from gdpo_nemo.environments.verifiers.worker import API_KEY, Policy, first_line, run_module, score
 else:
-    from gdpo_nemo_worker import API_KEY, Policy, first_line, score
+    from gdpo_nemo_worker import API_KEY, Policy, first_line, run_module, score
 
 __all__ = ["ChatHarness"]
 
@@ -132,6 +136,7 @@ class PolicyClient(EvalClient):
     ) -> Any:
         """Return the endpoint's reply without its token fields, which harnesses would send back in every turn."""
         record = _records.get(session_id or "")
+        body = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
         try:
             response = await super().get_response(dialect, body, sampling, session_id, **other)
         except ProviderError as error:
@@ -144,22 +149,6 @@ class PolicyClient(EvalClient):
             record.failure = ""
             record.turns += _take_tokens(response.raw)
         return response
-
-    async def relay(
-        self, dialect: Any, body: dict[str, Any], session_id: str | None = None, headers: Any = None
-    ) -> RelayReply:
-        """Return a complete reply as a stream."""
-        body = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
-        response = await self.get_response(dialect, body, None, session_id, headers=headers)
-
-        async def events() -> AsyncIterator[bytes]:
-            for event in dialect.stream_events(response.raw):
-                yield event
-
-        async def close() -> None:
-            pass
-
-        return RelayReply("text/event-stream", events(), close)
 
 
 def _take_tokens(reply: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -217,8 +206,53 @@ def _number(name: str, value: Any) -> float:
     return math.nan if number is None else number
 
 
+_run_background = SubprocessRuntime.run_background
+_forks = multiprocessing.get_context("forkserver")
+
+
+class ForkedProgram:
+    """Process of a tool server, with the part of the interface of ``asyncio.subprocess.Process`` that is used."""
+
+    def __init__(self, process: Any):
+        self._process = process
+        self.pid = process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, or None while the process runs."""
+        return self._process.exitcode
+
+    async def wait(self) -> int | None:
+        """Wait for the end of the process and return its exit status."""
+        await asyncio.to_thread(self._process.join)
+        return self._process.exitcode
+
+
+async def _start_forked(runtime: Any, command: list[str], env: dict[str, str], log: str) -> None:
+    """Start a tool server in ``runtime``, as ``SubprocessRuntime.run_background``.
+
+    The process is forked from one that has imported the library, because the import takes seconds for each episode.
+    """
+    if command[:2] != [sys.executable, "-m"]:
+        await _run_background(runtime, command, env, log)
+        return
+    visible = {name: value for name, value in os.environ.items() if "API_KEY" not in name.upper()}
+    mine, theirs = _forks.Pipe(duplex=False)
+    arguments = (command[2], {**visible, **runtime.process_env(env)}, str(runtime.workdir), log, theirs)
+    process = _forks.Process(target=run_module, args=arguments, daemon=True)
+    await asyncio.to_thread(process.start)
+    try:
+        theirs.close()
+        await asyncio.to_thread(mine.recv)
+    except BaseException:
+        process.kill()
+        raise
+    runtime._background.append(ForkedProgram(process))
+
+
 interception.resolve_client = _client_of
 Task.hooks = _watched_hooks
+SubprocessRuntime.run_background = _start_forked
 
 
 class Adapter:
@@ -231,6 +265,7 @@ class Adapter:
 
     def __init__(self, package: str, args: dict[str, Any]):
         taskset = {**(args.get("taskset") or {}), "id": package}
+        _forks.set_forkserver_preload(["verifiers.v1", "mcp.server.mcpserver", "uvicorn"])
         self._env: Any = load_environment(_with_defaults(resolve_env_config({**args, "taskset": taskset}), package))
         self._tasks: list[Any] = []
         self._remaining = iter(self._env.taskset)
@@ -247,6 +282,9 @@ class Adapter:
         rewards = _hooks(task, "reward")
         functions = [(f.__name__, getattr(f, "_vf_weight", 1.0)) for f in rewards if not _is_keyed(f)]
         functions += [(judge.reward_name, judge.config.weight) for judge in task.plugged_judges()]
+        tools = task.toolsets(task.config)
+        if tools:
+            forkserver.ensure_running()  # it imports the library meanwhile
         return {
             "version": verifiers.__version__,
             "api": "v1",
@@ -254,7 +292,7 @@ class Adapter:
             "open": any(map(_is_keyed, rewards)) or type(env).finalize is not Env.finalize,
             "metrics": [f.__name__ for f in task.hooks("metric")],
             "tasks": None,
-            "tools": bool([*task.toolsets(task.config), *env.taskset.toolsets(env.taskset.config)]),
+            "tools": bool([*tools, *env.taskset.toolsets(env.taskset.config)]),
         }
 
     def rows(self, split: str, size: int | None, seed: int, choice: dict[str, Any]) -> list[dict[str, Any]]:
@@ -268,7 +306,8 @@ class Adapter:
         """Play one episode for each task and return the results."""
         async with self._lock:
             await self._start()
-        client = EvalClientConfig(base_url=policy.url, api_key_var=API_KEY)
+        # With this class, the interception server makes streams from complete replies.
+        client = TrainClientConfig(base_url=policy.url, api_key_var=API_KEY)
         sampling = SamplingConfig(temperature=policy.temperature, top_p=policy.top_p)
         context = ModelContext(policy.model, client, sampling)
         found = [self._checked_task(**task) for task in tasks]

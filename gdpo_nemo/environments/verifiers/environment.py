@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +14,10 @@ from typing import Any
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.environments.base import Environment, read_options
 from gdpo_nemo.environments.server_replies import Failure, FailureKind, printable
-from gdpo_nemo.environments.verifiers.process import WorkerDied, WorkerError, WorkerProcess
+from gdpo_nemo.environments.verifiers.process import LOAD_S, WorkerDied, WorkerError, WorkerProcess
 from gdpo_nemo.utils.errors import ConfigError, RunError, nearest
 
+_SPLITS = frozenset({"train", "validation", "test"})
 _TASK = "task"
 """Column with the data by which the package finds the task of a row."""
 
@@ -45,7 +44,7 @@ class Verifiers(Environment):
         select: tasks of each split, ``{train: {...}, validation: {...}}``. For verifiers 0.4, the entries are its
             ``SelectConfig``.
         concurrency (64): maximum number of episodes in flight.
-        deadline_s (600): time limit in seconds of one episode, and of loading the package.
+        deadline_s (600): time limit of one episode in seconds.
     """
 
     instant = True
@@ -60,8 +59,13 @@ class Verifiers(Environment):
         for name in ("concurrency", "deadline_s"):
             if not getattr(chosen, name) > 0:
                 raise ConfigError(f"{name}: must be greater than 0")
+        for split in chosen.select.keys() - _SPLITS:
+            raise ConfigError(f"select: unknown split {split!r}{nearest(split, _SPLITS)}")
+        for name, function in chosen.rewards.items():
+            if not isinstance(function, str):
+                raise ConfigError(f"rewards.{name}: must be the name of a reward function ({function!r})")
         self._options = chosen
-        self._components: dict[str, str] = {str(function): name for name, function in chosen.rewards.items()}
+        self._components = {function: str(name) for name, function in chosen.rewards.items()}
         if len(self._components) < len(chosen.rewards):
             raise ConfigError("rewards: two components have the same function")
         self.open_rewards = True
@@ -89,7 +93,7 @@ class Verifiers(Environment):
         choice = self._options.select.get(split) or {}
         try:
             future = worker.submit("rows", split=split, size=size, seed=seed, choice=choice)
-            rows: list[Mapping[str, Any]] = worker.result(future, self._options.deadline_s)
+            rows: list[Mapping[str, Any]] = worker.result(future, LOAD_S)
         except (WorkerError, WorkerDied) as error:
             raise ConfigError(
                 f"{self._options.package}: no tasks for the split {split}: {printable(str(error))}"
@@ -109,12 +113,14 @@ class Verifiers(Environment):
 
     def use_run_folder(self, folder: Path) -> None:
         """Write the output of the package to the run folder."""
+        folder.mkdir(parents=True, exist_ok=True)
         self._log = folder / f"verifiers_{Path(self._options.package).name}.log"
 
     def use_endpoint(self, url: str, api_key: str | None) -> None:
-        """Play with the endpoint at ``url``."""
+        """Play with the endpoint at ``url``. Raises ConfigError if the virtual environment does not exist."""
         self._url = f"{url}/v1"
         self._api_key = api_key or "none"
+        self._started()  # while the engines start
 
     def play(self, prompts: Sequence[Prompt], sampling: Mapping[str, float]) -> list[Played | Failure]:
         """Play one episode per prompt and return the results, in order. Samples of a prompt are scored together.
@@ -152,27 +158,28 @@ class Verifiers(Environment):
         if worker is not None:
             worker.close()
 
-    def _loaded(self) -> WorkerProcess:
-        """Return the worker. Start it, again if it has ended. Raises ConfigError if the package cannot be loaded."""
+    def _started(self) -> WorkerProcess:
+        """Return the worker. Start it, again if it has ended."""
         chosen = self._options
+        python = _interpreter(chosen.venv)
+        settings = {name: getattr(chosen, name) for name in ("package", "args", "concurrency", "deadline_s")}
         with self._lock:
-            if self._worker is None or not self._worker.alive:
-                settings = {name: getattr(chosen, name) for name in ("package", "args", "concurrency", "deadline_s")}
-                try:
-                    self._worker = WorkerProcess(_interpreter(chosen.venv), self._log_file(), settings)
-                except (WorkerError, WorkerDied) as error:
-                    raise ConfigError(
-                        f"package: {chosen.package} could not be loaded: {printable(str(error), 300)}"
-                    ) from None
-                self._use(self._worker.description)
+            if self._worker is not None and not self._worker.alive:
+                self._worker.close()
+                self._worker = None
+            if self._worker is None:
+                self._worker = WorkerProcess(python, self._log, settings)
             return self._worker
 
-    def _log_file(self) -> Path:
-        if self._log is None:
-            descriptor, name = tempfile.mkstemp(prefix="gdpo_nemo_verifiers_", suffix=".log")
-            os.close(descriptor)
-            self._log = Path(name)
-        return self._log
+    def _loaded(self) -> WorkerProcess:
+        """Return the worker after it has loaded the package. Raises ConfigError if the package cannot be loaded."""
+        worker = self._started()
+        try:
+            self._use(worker.description())
+        except (WorkerError, WorkerDied) as error:
+            package = self._options.package
+            raise ConfigError(f"package: {package} could not be loaded: {printable(str(error), 300)}") from None
+        return worker
 
     def _use(self, description: Mapping[str, Any]) -> None:
         """Read the names of the components from the description of a package. Raises ConfigError."""
@@ -187,6 +194,8 @@ class Verifiers(Environment):
                 self._components.setdefault(function, function)
         self.reward_names = tuple(self._components.values()) or ("reward",) * is_open
         self.open_rewards = is_open
+        chosen = self._options.rewards
+        self.component_origins = {n: self._options.package for n in self.reward_names if n not in chosen}
         if len(set(self.reward_names)) < len(self.reward_names):
             raise ConfigError("rewards: a component has the name of another reward function; rename both")
         if not self.reward_names:

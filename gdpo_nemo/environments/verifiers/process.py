@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -18,6 +19,8 @@ from gdpo_nemo.environments.verifiers.worker import end_children
 from gdpo_nemo.utils.waits import waiting
 
 _SCRIPT = Path(__file__).with_name("worker.py")
+LOAD_S = 600.0
+"""Time limit in seconds to load a package or its tasks."""
 _CLOSE_S = 10.0
 """Seconds after which a worker that was asked to end is killed. It is longer than the worker's own time limit."""
 _LAST_OUTPUT = 4096
@@ -33,50 +36,52 @@ class WorkerDied(Exception):
 
 
 class WorkerProcess:
-    """Worker process with a loaded package. Several threads may use it.
+    """Worker process that loads a package. Several threads may use it. The constructor does not wait for the package.
 
     Args:
         python: interpreter of the virtual environment with verifiers and the package.
-        log: file for the output of the package.
+        log: file for the output of the package, or None for a temporary file.
         settings: package, args, concurrency and deadline_s.
-
-    Raises:
-        WorkerError: if the package cannot be loaded.
-        WorkerDied: if the process ends, or does not load the package within ``deadline_s`` seconds.
     """
 
-    def __init__(self, python: Path, log: Path, settings: Mapping[str, Any]):
-        self._log = log
+    def __init__(self, python: Path, log: Path | None, settings: Mapping[str, Any]):
+        self._log = tempfile.TemporaryFile() if log is None else log.open("ab+")  # noqa: SIM115 - closed in close()
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._blocked = ""
-        self._pending: dict[int, Future[Any]] = {0: Future()}
-        loaded = self._pending[0]
+        self._end = ""
+        """Reason why the worker has ended, or empty."""
+        self._description: Future[Any] = Future()
+        self._pending = {0: self._description}
         requests, requests_end = os.pipe()
         replies_end, replies = os.pipe()
         # Programs of the package's virtual environment are found before those of the run.
         environment = {**os.environ, "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [python, "-P", _SCRIPT, str(requests), str(replies)],
-                pass_fds=(requests, replies),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment,
-                start_new_session=True,  # Ctrl-C in the terminal must not end the worker before the driver
-            )
+        self._process = subprocess.Popen(
+            [python, "-P", _SCRIPT, str(requests), str(replies)],
+            pass_fds=(requests, replies),
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            env=environment,
+            start_new_session=True,  # Ctrl-C in the terminal must not end the worker before the driver
+        )
         os.close(requests)
         os.close(replies)
         self._requests = os.fdopen(requests_end, "w", buffering=1)
         self._reader = threading.Thread(target=self._read, args=(replies_end,), daemon=True, name="verifiers worker")
         self._reader.start()
         self._send(settings)
-        try:
-            self.description: dict[str, Any] = self.result(loaded, settings["deadline_s"])
-        except BaseException:
-            self.close()
-            raise
+
+    def description(self) -> dict[str, Any]:
+        """Wait until the package is loaded, and return its description.
+
+        Raises:
+            WorkerError: if the package cannot be loaded.
+            WorkerDied: if the process ends, or does not load the package within ``LOAD_S`` seconds.
+        """
+        description: dict[str, Any] = self.result(self._description, LOAD_S)
+        return description
 
     @property
     def alive(self) -> bool:
@@ -88,10 +93,11 @@ class WorkerProcess:
         number = next(self._numbers)
         future: Future[Any] = Future()
         with self._lock:
+            if self._end:
+                future.set_exception(WorkerDied(self._end))
+                return future
             self._pending[number] = future
         self._send({"id": number, "method": method, "arguments": arguments})
-        if not self._reader.is_alive():
-            self._fail_pending()
         return future
 
     def result(self, future: Future[Any], limit_s: float) -> Any:
@@ -108,7 +114,7 @@ class WorkerProcess:
             self._blocked = f"no answer within {limit_s:g} s"
             self._kill()
             self._reader.join()
-            raise WorkerDied(self._reason()) from None
+            raise WorkerDied(self._end) from None
 
     def close(self) -> None:
         """End the worker and the processes that it started."""
@@ -119,6 +125,7 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             self._kill()
         self._reader.join()
+        self._log.close()
 
     def _kill(self) -> None:
         # A stopped process cannot start another one while its descendants are killed.
@@ -146,18 +153,15 @@ class WorkerProcess:
                 else:
                     future.set_result(reply["result"])
         self._process.wait()
-        self._fail_pending()
-
-    def _fail_pending(self) -> None:
         with self._lock:
-            pending, self._pending = self._pending, {}
-        for future in pending.values():
-            future.set_exception(WorkerDied(self._reason()))
+            self._end = self._reason()
+        for future in self._pending.values():
+            future.set_exception(WorkerDied(self._end))
 
     def _reason(self) -> str:
-        with self._log.open("rb") as log:
-            log.seek(max(0, self._log.stat().st_size - _LAST_OUTPUT))
-            lines = log.read().decode(errors="replace").strip().splitlines()
+        size = os.fstat(self._log.fileno()).st_size
+        end = os.pread(self._log.fileno(), _LAST_OUTPUT, max(0, size - _LAST_OUTPUT))
+        lines = end.decode(errors="replace").strip().splitlines()
         output = f"; last output: {lines[-1][:200]}" if lines else ""
         reason = self._blocked or f"its process ended with status {self._process.returncode}"
         return reason + output

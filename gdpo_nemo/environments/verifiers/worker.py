@@ -26,6 +26,7 @@ import importlib.util
 import json
 import math
 import os
+import runpy
 import signal
 import sys
 import threading
@@ -227,6 +228,19 @@ class Server:
         limited = Policy(**policy, slots=self._slots, deadline_s=self._deadline_s)
         episodes: list[dict[str, Any]] = await self._adapter.play(tasks, limited)
         return episodes
+
+
+def run_module(module: str, environment: dict[str, str], folder: str, log: str, started: Any) -> None:
+    """Run a module as a program with a session of its own, in a process that was forked for it."""
+    os.setsid()  # before ``started``, because the library signals the process group
+    started.send(True)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    with open(log, "wb") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def place_of(frame: FrameType | None) -> str:
