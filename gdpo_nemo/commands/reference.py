@@ -121,7 +121,8 @@ def metrics_page() -> str:
         "describes one metric. `NAME` is the name of a reward component or an environment. A training row contains the "
         "keys of one step. A validation row contains `step` and the keys under `validation/`. Metrics that are not "
         "measured or not finite are absent, "
-        f"never 0. Metrics under `{OWN}` are values that custom reward functions pass to `log_metric`.",
+        f"never 0. Metrics under `{OWN}` are values that custom reward functions pass to `log_metric`, and the metrics "
+        "of packages for verifiers.",
         *body,
         "## Is a run healthy?",
         "`gdpo-nemo health RUN_DIR` uses these checks and the checks in the config (`health.checks`). "

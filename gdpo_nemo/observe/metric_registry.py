@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 NAME = "NAME"
 """Placeholder in a pattern for a name, such as the name of a reward component or environment."""
 OWN = "reward_function/"
-"""Prefix of the metrics that reward functions report with ``log_metric``."""
+"""Prefix of the metrics that reward functions report with ``log_metric``, and packages for verifiers report."""
 _GROUPS = ("", "reward", "advantage", "policy", "parity", "rollout", "staleness", "time", "throughput", "packing")
 """Groups of metrics in display order. Other groups follow in alphabetical order."""
 

@@ -63,6 +63,8 @@ def test_results_are_rewards_metrics_or_failures():
     failure = described("f")._result(episode)
     assert isinstance(failure, Failure) and "h is not the name of a reward function" in failure.detail
     assert isinstance(described(is_open=True)._result(EPISODE), Failure)  # no reward at all
+    failure = described("f")._result({**EPISODE, "rewards": {"f": 0.0}, "error": "ProviderError: no answer"})
+    assert isinstance(failure, Failure) and "no answer" in failure.detail
 
 
 def test_components_with_one_name_and_different_origins_are_refused():

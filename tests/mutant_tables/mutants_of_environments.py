@@ -141,6 +141,20 @@ ENVIRONMENTS = (
         "a criterion that a server could not judge has no reward",
     ),
     mutant(
+        "environments/verifiers/environment.py",
+        'if episode["error"]:',
+        "if False:",
+        "environments/test_verifiers_options.py::test_results_are_rewards_metrics_or_failures",
+        "an episode whose model call failed is not trained with the reward of an empty reply",
+    ),
+    mutant(
+        "environments/verifiers/worker.py",
+        "return None if math.isnan(number) else number",
+        "return 0.0 if math.isnan(number) else number",
+        "environments/test_verifiers_options.py::test_scores_are_finite_numbers_or_not_applicable",
+        "a reward of NaN does not apply",
+    ),
+    mutant(
         "environments/tasks/answers.py",
         "rewards.append(None if sizes[prompt] < 2 else unique / max(1, len(grams)))",
         "rewards.append(unique / max(1, len(grams)))",

@@ -43,9 +43,9 @@ from verifiers.v1.types import SamplingConfig, content_text
 from verifiers.v1.utils.loaders import default_harness_id, load_environment, resolve_env_config
 
 if TYPE_CHECKING:
-    from gdpo_nemo.environments.verifiers.worker import API_KEY, Policy, first_line, run_module, score
+    from gdpo_nemo.environments.verifiers.worker import API_KEY, Policy, one_line, run_module, score
 else:
-    from gdpo_nemo_worker import API_KEY, Policy, first_line, run_module, score
+    from gdpo_nemo_worker import API_KEY, Policy, one_line, run_module, score
 
 __all__ = ["ChatHarness"]
 
@@ -188,7 +188,7 @@ def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
             value = function(*args, **kwargs)
             value = await value if inspect.isawaitable(value) else value
         except Exception as error:
-            _problems.get()[name] = f"raised {first_line(error)}"
+            _problems.get()[name] = f"raised {one_line(error)}"
             return math.nan
         if isinstance(value, Mapping):
             return {str(key): _number(str(key), part) for key, part in value.items()}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,8 @@ class Verifiers(Environment):
         self._metrics: set[str] = set()
         """Reward functions of weight 0 without a component."""
         self._url = self._api_key = ""
+        self._in_flight = 0
+        """Number of episodes that calls of ``play`` wait for."""
         self._ids: dict[str, set[str]] = {}
         """Ids of the rows of each split."""
 
@@ -103,13 +106,16 @@ class Verifiers(Environment):
         self._check_splits(split, {str(row["id"]) for row in rows})
         return rows
 
-    def preflight(self, prompts: Sequence[Prompt]) -> None:
+    def preflight(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
         """Load the package and set the names of the components.
+
+        Returns:
+            Description of the package by its adapter.
 
         Raises:
             ConfigError: if the package cannot be loaded, or has no reward functions.
         """
-        self._loaded()
+        return self._loaded().description()
 
     def use_run_folder(self, folder: Path) -> None:
         """Write the output of the package to the run folder."""
@@ -137,19 +143,26 @@ class Verifiers(Environment):
             tasks = [prompt.fields[_TASK] for prompt in group]
             future = worker.submit("play", tasks=tasks, url=self._url, api_key=self._api_key, **sampling)
             requests.append((len(tasks), future))
-        # The worker limits the time of each episode from the moment it has a slot.
-        limit_s = self._options.deadline_s * (1 + ceil(len(prompts) / self._options.concurrency))
-        results: list[Played | Failure] = []
-        for samples, future in requests:
-            try:
-                results += [self._result(episode) for episode in worker.result(future, limit_s)]
-            except WorkerDied as error:
-                results += [
-                    Failure(FailureKind.VERIFIER, printable(f"{self._options.package}: {error}", 300))
-                ] * samples
-            except WorkerError as error:
-                raise RunError(f"{self._options.package}: {printable(str(error))}") from None
-        return results
+        with self._lock:
+            self._in_flight += len(prompts)
+            # The worker limits the time of each episode, and other calls may be before this one in its queue.
+            limit_s = 2 * self._options.deadline_s * (1 + ceil(self._in_flight / self._options.concurrency))
+        try:
+            return list(chain.from_iterable(self._results(worker, *request, limit_s) for request in requests))
+        finally:
+            with self._lock:
+                self._in_flight -= len(prompts)
+
+    def _results(
+        self, worker: WorkerProcess, samples: int, future: Future[Any], limit_s: float
+    ) -> list[Played | Failure]:
+        """Return the results of the episodes of one prompt."""
+        try:
+            return [self._result(episode) for episode in worker.result(future, limit_s)]
+        except WorkerDied as error:
+            return [Failure(FailureKind.VERIFIER, printable(f"{self._options.package}: {error}", 300))] * samples
+        except WorkerError as error:
+            raise RunError(f"{self._options.package}: {printable(str(error))}") from None
 
     def close(self) -> None:
         """End the worker process."""

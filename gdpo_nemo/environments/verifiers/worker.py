@@ -38,6 +38,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType, ModuleType
 from typing import Any, TextIO
+from urllib.parse import urlsplit
 
 API_KEY = "GDPO_NEMO_POLICY_KEY"
 """Environment variable with the access token of the endpoint, from which clients of verifiers read it."""
@@ -96,9 +97,9 @@ def score(value: Any) -> float | None:
     return None if math.isnan(number) else number
 
 
-def first_line(error: BaseException) -> str:
-    """Return the type and the first line of an error's message."""
-    return f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
+def one_line(error: BaseException) -> str:
+    """Return the type and the message of an error as one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def children(process: int) -> Iterator[int]:
@@ -140,8 +141,13 @@ def load_adapter(package: str, args: dict[str, Any]) -> Any:
     built_in = f"verifiers.v1.tasksets.{name}"
     module = next(filter(_exists, (built_in, name)), None)
     if module is None:
-        raise ImportError(f"no module {name!r} in {sys.prefix} (verifiers {version})")
-    is_legacy = hasattr(importlib.import_module(module), "load_environment")
+        raise ImportError(f"no module {name!r} in {sys.prefix} with verifiers {version}; install the package there")
+    try:
+        is_legacy = hasattr(importlib.import_module(module), "load_environment")
+    except ImportError as error:
+        raise ImportError(f"{error} (verifiers {version})") from error
+    if not is_legacy and not version.startswith("0.4."):
+        raise ImportError(f"a package without load_environment requires verifiers 0.4, found {version}")
     return own_module("adapter_legacy" if is_legacy else "adapter_v1").Adapter(package, args)
 
 
@@ -215,7 +221,7 @@ class Server:
             answer = {"result": await method(**request["arguments"])}
         except Exception as error:
             traceback.print_exc()
-            answer = {"error": first_line(error)}
+            answer = {"error": one_line(error)}
         self._reply({"id": request["id"], **answer})
 
     async def _rows(self, **arguments: Any) -> list[dict[str, Any]]:
@@ -225,13 +231,16 @@ class Server:
 
     async def _play(self, tasks: list[dict[str, Any]], **policy: Any) -> list[dict[str, Any]]:
         os.environ[API_KEY] = policy["api_key"]
+        for name in ("no_proxy", "NO_PROXY"):  # a proxy cannot reach the endpoint and the servers of the library
+            hosts = {urlsplit(policy["url"]).hostname or "", "127.0.0.1", *os.environ.get(name, "").split(",")}
+            os.environ[name] = ",".join(sorted(hosts))
         limited = Policy(**policy, slots=self._slots, deadline_s=self._deadline_s)
         episodes: list[dict[str, Any]] = await self._adapter.play(tasks, limited)
         return episodes
 
 
 def run_module(module: str, environment: dict[str, str], folder: str, log: str, started: Any) -> None:
-    """Run a module as a program with a session of its own, in a process that was forked for it."""
+    """Run a module as a program in a new session. The forked process of a tool server calls this function."""
     os.setsid()  # before ``started``, because the library signals the process group
     started.send(True)
     os.environ.clear()
@@ -290,7 +299,7 @@ def main() -> None:
         description = adapter.describe()
     except BaseException as error:  # also SystemExit
         traceback.print_exc()
-        reply({"error": first_line(error)})
+        reply({"error": one_line(error)})
         return
     reply({"result": description})
     asyncio.run(Server(adapter, requests, reply, first).serve())
