@@ -31,9 +31,9 @@ from verifiers.rubrics.rubric import Rubric
 from verifiers.utils.env_utils import load_environment
 
 if TYPE_CHECKING:
-    from gdpo_nemo.environments.verifiers.worker import Policy, first_line, score
+    from gdpo_nemo.environments.verifiers.worker import Policy, one_line, score
 else:
-    from gdpo_nemo_worker import Policy, first_line, score
+    from gdpo_nemo_worker import Policy, one_line, score
 
 _TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids")
 _NO_ROOM = ("max_tokens: the policy has already used", "exceeds the context length")
@@ -208,9 +208,9 @@ class Adapter:
             rollout.turns = [step["response"].turn for step in rollout.state["trajectory"]]
         except AttributeError as error:
             missing = "a turn was not sampled through the client that the package got" if error.name == "turn" else None
-            rollout.error = missing or first_line(error)
+            rollout.error = missing or one_line(error)
         except Exception as error:
-            rollout.error = first_line(error)
+            rollout.error = one_line(error)
         return rollout
 
     async def _score(self, rollouts: Sequence[Rollout], policy: Policy) -> list[dict[str, Any]]:
@@ -225,7 +225,7 @@ class Adapter:
         except TimeoutError:
             failure = f"the episode exceeded {policy.deadline_s:g} s while it was scored"
         except Exception as error:  # of the rubric, because functions do not raise
-            failure = f"the rubric raised {first_line(error)}"
+            failure = f"the rubric raised {one_line(error)}"
         results = []
         for rollout in rollouts:
             scores = self._scores.pop(id(rollout.state), Scores())
@@ -323,7 +323,7 @@ class Adapter:
                 value = await value if inspect.isawaitable(value) else value
                 values = _listed(value, len(states)) if is_group else [value]
             except Exception as error:
-                problem = str(error) if isinstance(error, WrongList) else f"raised {first_line(error)}"
+                problem = str(error) if isinstance(error, WrongList) else f"raised {one_line(error)}"
                 for each in scores:
                     each.problems[name] = problem
                 values = []
@@ -430,7 +430,7 @@ def _error_of(state: Any) -> str | None:
     root: BaseException = error
     while root.__cause__ is not None:
         root = root.__cause__
-    return first_line(error) if root is error else f"{type(error).__name__}: {first_line(root)}"
+    return one_line(error) if root is error else f"{type(error).__name__}: {one_line(root)}"
 
 
 def _metrics(metrics: Mapping[str, Any] | None, functions: Mapping[str, Any]) -> dict[str, float]:
