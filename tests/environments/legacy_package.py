@@ -3,6 +3,7 @@
 import asyncio
 import os
 import time
+import urllib.request
 
 import verifiers as vf
 from datasets import Dataset
@@ -107,7 +108,7 @@ def judged(url):
 
     rubric = vf.JudgeRubric(judge_client=AsyncOpenAI(base_url=url, api_key="none", max_retries=0))
     rubric.add_reward_func(polite)
-    return vf.SingleTurnEnv(dataset=rows("good"), rubric=rubric)
+    return vf.SingleTurnEnv(dataset=rows("judged"), rubric=rubric)
 
 
 class Total(vf.Rubric):
@@ -116,13 +117,21 @@ class Total(vf.Rubric):
             state["reward"], state["metrics"] = 0.25, {"seen": 1.0}
 
 
+def group(url=None):
+    members = {"single": single(("good",)), "rounds": rounds(), "tools": tools()}
+    if url:
+        total = vf.SingleTurnEnv(dataset=rows("total"), rubric=Total())
+        members = {"rounds": members["rounds"], "judged": judged(url), "total": total, "tools": members["tools"]}
+    return vf.EnvGroup(list(members.values()), env_names=list(members))
+
+
 KINDS = {
     "single": single,
     "rounds": rounds,
     "tools": tools,
-    "judged": judged,
-    "group": lambda: vf.EnvGroup([single(("good",)), rounds(), tools()], env_names=["single", "rounds", "tools"]),
-    "total": lambda: vf.SingleTurnEnv(dataset=rows("good"), rubric=Total()),
+    "needs_key": lambda: vf.SingleTurnEnv(dataset=rows("good"), rubric=vf.JudgeRubric()),
+    "group": group,
+    "downloads": lambda: urllib.request.urlopen("http://127.0.0.1:9/dataset"),
     "unscored": lambda: vf.SingleTurnEnv(dataset=rows("good")),
     "empty": lambda: vf.SingleTurnEnv(dataset=rows(), rubric=vf.Rubric(funcs=[short])),
     "columns": lambda: vf.SingleTurnEnv(dataset=Dataset.from_list([{"text": "?"}]), rubric=vf.Rubric(funcs=[short])),

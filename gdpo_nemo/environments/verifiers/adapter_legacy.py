@@ -247,7 +247,7 @@ class Adapter:
         if error:
             return {**result, "incomplete": False}
         state = rollout.state
-        if self._has_total:
+        if _TOTAL in self._functions and not any(self._functions[name]["weight"] for name in scores.rewards):
             scores.add(_TOTAL, state["reward"])
         last = state["trajectory"][-1:]
         return {
@@ -268,13 +268,11 @@ class Adapter:
             ValueError: if the rubric has no reward functions.
         """
         watched: set[int] = set()
-        has_own_scores = False
         for env in _environments(self._env):
             names: set[str] = set()
             for rubric in _leaves(env.rubric):
                 if id(rubric) in watched or hasattr(rubric, "env_map"):
                     continue  # the rubric of a group of environments uses those of its members
-                has_own_scores |= type(rubric).score_group is not Rubric.score_group
                 watched.add(id(rubric))
                 functions = []
                 for function, weight in zip(rubric.funcs, rubric.weights):
@@ -284,11 +282,9 @@ class Adapter:
                     self._functions[name] = {"name": name, "weight": weight, "group": is_group}
                     functions.append(self._watched(function, name, is_group))
                 rubric.funcs = functions
-        weighted = any(function["weight"] for function in self._functions.values())
-        self._has_total = has_own_scores and not weighted
-        if self._has_total:
-            self._functions[_TOTAL] = {"name": _TOTAL, "weight": 1.0, "group": False}
-        elif not weighted:
+                if type(rubric).score_group is not Rubric.score_group and not any(rubric.weights):
+                    self._functions[_TOTAL] = {"name": _TOTAL, "weight": 1.0, "group": False}
+        if not any(function["weight"] for function in self._functions.values()):
             raise ValueError("the rubric has no reward functions with a weight")
 
     def _name(self, function: str, weight: float, used: set[str]) -> str:
