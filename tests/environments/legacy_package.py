@@ -6,7 +6,11 @@ import time
 import urllib.request
 
 import verifiers as vf
-from datasets import Dataset
+
+
+def block():
+    time.sleep(600)
+
 
 MISTAKES = {
     "good": lambda: 0.5,
@@ -17,7 +21,7 @@ MISTAKES = {
     "text": lambda: "0.5",
     "infinite": lambda: float("inf"),
     "own_loop": lambda: asyncio.run(asyncio.sleep(0)),
-    "blocks": lambda: time.sleep(600),
+    "blocks": lambda: block(),
     "dies": lambda: os._exit(3),
     "hangs": lambda: asyncio.sleep(600),
 }
@@ -81,8 +85,14 @@ def used_tools(completion):
     return float(sum(message.role == "tool" for message in completion))
 
 
+def table(*rows):
+    from datasets import Dataset  # which verifiers 0.4 does not require
+
+    return Dataset.from_list(rows)
+
+
 def rows(*names):
-    return Dataset.from_list([{"question": f"Please {name}", "answer": name} for name in names])
+    return table(*({"question": f"Please {name}", "answer": name} for name in names))
 
 
 def single(names=(*MISTAKES, *GROUP_MISTAKES), **settings):
@@ -134,11 +144,11 @@ KINDS = {
     "downloads": lambda: urllib.request.urlopen("http://127.0.0.1:9/dataset"),
     "unscored": lambda: vf.SingleTurnEnv(dataset=rows("good")),
     "empty": lambda: vf.SingleTurnEnv(dataset=rows(), rubric=vf.Rubric(funcs=[short])),
-    "columns": lambda: vf.SingleTurnEnv(dataset=Dataset.from_list([{"text": "?"}]), rubric=vf.Rubric(funcs=[short])),
+    "columns": lambda: vf.SingleTurnEnv(dataset=table({"text": "?"}), rubric=vf.Rubric(funcs=[short])),
     "clash": lambda: vf.EnvGroup(
         [
             rounds(),
-            vf.SingleTurnEnv(dataset=Dataset.from_list([{"question": "?", "answer": 1}]), rubric=vf.Rubric([short])),
+            vf.SingleTurnEnv(dataset=table({"question": "?", "answer": 1}), rubric=vf.Rubric([short])),
         ]
     ),
 }

@@ -21,7 +21,7 @@ from gdpo_nemo.rollouts.functions import RolloutRunner, SamplingJob
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG = REPOSITORY / "configs" / "gdpo_turns_cpu.yaml"
 TALK = Conversation(TOKENIZER, chat=True)
-JOB = SamplingJob(Sampling(0.5, 1.0, -1, 24), 2, lambda i, j, turn: 100 * i + 10 * j + turn)
+JOB = SamplingJob(Sampling(0.5, 1.0, -1, 96), 2, lambda i, j, turn: 100 * i + 10 * j + turn)
 
 
 class World:
@@ -32,7 +32,7 @@ class World:
         options = {"plugin": "verifiers", "venv": str(venv), **options}
         overrides = [f"env={json.dumps({'chores': options})}"]
         overrides += [f"run.dir={folder}", "data.train.environment=chores", "data.validation.environment=chores"]
-        overrides += ["policy.max_total_sequence_length=900", "policy.generation.max_new_tokens=64"]
+        overrides += ["policy.max_total_sequence_length=900", "policy.generation.max_new_tokens=96"]
         overrides += ["rollout.endpoint={enabled: true, port: 0}", "rollout.turns={max_turns: 8, max_tokens: 400}"]
         self.log = folder / f"verifiers_{options['package']}.log"
         self.engines = engines

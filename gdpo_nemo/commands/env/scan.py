@@ -97,7 +97,8 @@ def try_package(package: str, venv: str, rows: int, context: RolloutContext | No
     weights: dict[str, float] = {}
     for function in description["functions"]:
         name, weight = function["name"], function["weight"]
-        values = [value for t in trained if (value := t.component_rewards.get(name)) is not None]
+        scored = [t.component_rewards | t.metrics for t in trained]
+        values = [value for each in scored if (value := each.get(name)) is not None]
         mean = f", mean {np.mean(values):.3g} of {len(values)} samples" if values else ""
         weights |= {name: weight} if weight else {}
         kind = f"{'group ' * function['group']}component of weight {weight:g}" if weight else "metric"
