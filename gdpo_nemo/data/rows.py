@@ -117,7 +117,10 @@ def _rows_of_environment(dataset: DatasetConfig, environments: Mapping[str, Any]
     environment = environments[name]
     if not environment.makes_rows:
         raise ConfigError(f"data.{split}.path: must be set because the environment {name!r} does not generate prompts")
-    rows: list[Row] = list(map(dict, environment.rows(dataset.split or split, dataset.size, seed)))
+    try:
+        rows: list[Row] = list(map(dict, environment.rows(dataset.split or split, dataset.size, seed)))
+    except ConfigError as error:
+        raise error.within(f"env.{name}") from None
     _check_texts(rows, f"data.{split}: {name!r} returned an invalid row")
     return rows
 

@@ -104,7 +104,8 @@ class Verifiers(Environment):
         if not rows:
             raise ConfigError(f"{self._options.package}: no tasks for the split {split}; check select.{split}")
         self._check_splits(split, {str(row["id"]) for row in rows})
-        return rows
+        # Rows of several packages may be mixed, but ids must be unique.
+        return [{**row, "id": f"{self._options.package}/{row['id']}"} for row in rows]
 
     def preflight(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
         """Load the package and set the names of the components.
