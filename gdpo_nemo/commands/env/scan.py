@@ -97,7 +97,7 @@ def try_package(package: str, venv: str, rows: int, context: RolloutContext | No
     weights: dict[str, float] = {}
     for function in description["functions"]:
         name, weight = function["name"], function["weight"]
-        scored = [t.component_rewards | t.metrics for t in trained]
+        scored = [{**t.component_rewards, **t.metrics} for t in trained]
         values = [value for each in scored if (value := each.get(name)) is not None]
         mean = f", mean {np.mean(values):.3g} of {len(values)} samples" if values else ""
         weights |= {name: weight} if weight else {}

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from openai import AsyncOpenAI, BadRequestError, DefaultAsyncHttpxClient
 from verifiers.clients import OpenAIChatCompletionsClient
-from verifiers.errors import Error, OverlongPromptError
+from verifiers.errors import OverlongPromptError
 from verifiers.rubrics.rubric import Rubric
 from verifiers.utils.env_utils import load_environment
 
@@ -95,7 +95,7 @@ class Rollout:
 
     state: Any = None
     """State of the library, or None if the package raised an exception."""
-    turns: list[dict[str, Any]] = field(default_factory=list)
+    turns: list[dict[str, Any] | None] = field(default_factory=list)
     error: str | None = None
     seconds: float = 0.0
 
@@ -136,7 +136,7 @@ class Adapter:
         """Return rows of the package's dataset, or of its evaluation dataset unless the split is train.
 
         Args:
-            choice: ``include`` and ``exclude`` (values by column, see ``_matches``), ``shuffle`` (with ``seed``),
+            choice: ``include`` and ``exclude`` (values by column, see ``_matching``), ``shuffle`` (with ``seed``),
                 ``skip`` and ``limit``, which apply in this order, as in verifiers 0.4.
 
         Raises:
@@ -147,10 +147,10 @@ class Adapter:
             raise ValueError(f"select has no key {unknown[0]!r}; use {', '.join(_SELECT)}")
         source, dataset = self._dataset(split)
         indices = list(range(len(dataset)))
-        for column, values in chosen["include"].items():
-            indices = [i for i, matches in _matches(dataset, indices, column, values) if matches]
-        for column, values in chosen["exclude"].items():
-            indices = [i for i, matches in _matches(dataset, indices, column, values) if not matches]
+        for keep, columns in ((True, chosen["include"]), (False, chosen["exclude"])):
+            for column, values in columns.items():
+                matching = _matching(dataset, column, values)
+                indices = [index for index in indices if (index in matching) is keep]
         if chosen["shuffle"]:
             random.Random(chosen["seed"]).shuffle(indices)
         indices = indices[chosen["skip"] :][: chosen["limit"]]
@@ -205,10 +205,9 @@ class Adapter:
                 rollout.state = await self._env.rollout(row, PolicyClient(client), policy.model, sampling)
             rollout.seconds = time.monotonic() - begin
             rollout.error = _error_of(rollout.state)
-            rollout.turns = [step["response"].turn for step in rollout.state["trajectory"]]
-        except AttributeError as error:
-            missing = "a turn was not sampled through the client that the package got" if error.name == "turn" else None
-            rollout.error = missing or one_line(error)
+            rollout.turns = [getattr(step["response"], "turn", None) for step in rollout.state["trajectory"]]
+            if None in rollout.turns:
+                rollout.error = "a turn was not sampled through the client that the package got"
         except Exception as error:
             rollout.error = one_line(error)
         return rollout
@@ -250,11 +249,14 @@ class Adapter:
         if _TOTAL in self._functions and not any(self._functions[name]["weight"] for name in scores.rewards):
             scores.add(_TOTAL, state["reward"])
         last = state["trajectory"][-1:]
+        metrics = dict(state.get("metrics") or {})
+        for name in self._functions:
+            metrics.pop(name, None)
         return {
             **result,
             # A function that was not called belongs to another environment of a group.
             "rewards": dict.fromkeys(self._functions) | scores.rewards,
-            "metrics": _metrics(state["metrics"], self._functions),
+            "metrics": {name: value for name, value in metrics.items() if _is_finite(value)},
             "incomplete": bool(state.get("prompt_too_long") or any(step["is_truncated"] for step in last)),
         }
 
@@ -362,8 +364,8 @@ def _leaves(rubric: Any) -> Iterator[Any]:
         yield from _leaves(member)
 
 
-def _matches(dataset: Any, indices: list[int], column: str, values: Any) -> list[tuple[int, bool]]:
-    """Return for each index whether its row has one of the values in a column.
+def _matching(dataset: Any, column: str, values: Any) -> set[int]:
+    """Return the positions of the rows that have one of the values in a column.
 
     Args:
         column: name of a column, ``column.key`` of an object, or ``idx``, the row's position. Positions may be slices
@@ -374,23 +376,17 @@ def _matches(dataset: Any, indices: list[int], column: str, values: Any) -> list
     """
     wanted = values if isinstance(values, list) else [values]
     if column == "idx":
-        positions = set(itertools.chain.from_iterable(_positions(value, len(dataset)) for value in wanted))
-        return [(index, index in positions) for index in indices]
+        return set(itertools.chain.from_iterable(_positions(value, len(dataset)) for value in wanted))
     name, _, key = column.partition(".")
     if name not in dataset.column_names:
         raise ValueError(f"the dataset has no column {name!r}; its columns are {', '.join(dataset.column_names)}")
-    found = []
-    for index in indices:
-        value = dataset[index][name]
-        if key:
-            value = (json.loads(value) if isinstance(value, str) else value or {}).get(key)
-        found.append((index, value in wanted))
-    return found
+    cells = dataset[name]
+    if key:
+        cells = [(json.loads(cell) if isinstance(cell, str) else cell or {}).get(key) for cell in cells]
+    return {index for index, cell in enumerate(cells) if cell in wanted}
 
 
 def _positions(value: Any, rows: int) -> Iterable[int]:
-    if isinstance(value, int):
-        return [value]
     parts = [int(part) if part else None for part in str(value).split(":")]
     return range(rows)[slice(*parts)] if len(parts) > 1 else [int(value)]
 
@@ -409,11 +405,13 @@ def _text(content: Any) -> str:
     return content or ""
 
 
-def _digest(row: Mapping[str, Any]) -> str:
-    def without_address(value: Any) -> str:
-        return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and isfinite(value)
 
-    return hashlib.sha256(json.dumps(row, sort_keys=True, default=without_address).encode()).hexdigest()
+
+def _digest(row: Mapping[str, Any]) -> str:
+    text = json.dumps(row, sort_keys=True, default=lambda value: re.sub(r" at 0x[0-9a-f]+", "", str(value)))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _error_of(state: Any) -> str | None:
@@ -421,15 +419,9 @@ def _error_of(state: Any) -> str | None:
     error = state.get("error")
     if error is None:
         return "the episode exceeded timeout_seconds of the package" if state.get("timed_out") else None
-    if not isinstance(error, Error):
+    if not isinstance(error, BaseException):
         return str(error)[:300]
     root: BaseException = error
     while root.__cause__ is not None:
         root = root.__cause__
     return one_line(error) if root is error else f"{type(error).__name__}: {one_line(root)}"
-
-
-def _metrics(metrics: Mapping[str, Any] | None, functions: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers that the rubric set in addition to its functions."""
-    found = {name: value for name, value in (metrics or {}).items() if name not in functions}
-    return {name: float(value) for name, value in found.items() if isinstance(value, (int, float)) and isfinite(value)}
