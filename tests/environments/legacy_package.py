@@ -124,7 +124,7 @@ def judged(url):
 class Total(vf.Rubric):
     async def score_group(self, states):
         for state in states:
-            state["reward"], state["metrics"] = 0.25, {"seen": 1.0}
+            state["reward"], state["metrics"] = 0.25, {}
 
 
 def group(url=None):

@@ -21,7 +21,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from openai import AsyncOpenAI, BadRequestError, DefaultAsyncHttpxClient
@@ -249,14 +248,10 @@ class Adapter:
         if _TOTAL in self._functions and not any(self._functions[name]["weight"] for name in scores.rewards):
             scores.add(_TOTAL, state["reward"])
         last = state["trajectory"][-1:]
-        metrics = dict(state.get("metrics") or {})
-        for name in self._functions:
-            metrics.pop(name, None)
         return {
             **result,
             # A function that was not called belongs to another environment of a group.
             "rewards": dict.fromkeys(self._functions) | scores.rewards,
-            "metrics": {name: value for name, value in metrics.items() if _is_finite(value)},
             "incomplete": bool(state.get("prompt_too_long") or any(step["is_truncated"] for step in last)),
         }
 
@@ -403,10 +398,6 @@ def _text(content: Any) -> str:
     if isinstance(content, list):
         return "".join(part.get("text") or "" for part in content)
     return content or ""
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and isfinite(value)
 
 
 def _digest(row: Mapping[str, Any]) -> str:
