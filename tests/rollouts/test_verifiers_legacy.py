@@ -130,9 +130,11 @@ def test_function_that_hangs_or_blocks_masks_its_samples_with_its_name(single):
 class Judge(JsonHandler):
     def do_POST(self):
         self._body()
+        if self.server.stopped.is_set():
+            return self._send(500, b"")
         choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "yes"}}
         reply = {"id": "1", "object": "chat.completion", "created": 0, "model": "judge", "choices": [choice]}
-        self._send(200, json.dumps(reply).encode())
+        return self._send(200, json.dumps(reply).encode())
 
 
 def test_group_plays_turns_tools_and_judges_with_the_components_of_the_row(tmp_path):
@@ -158,9 +160,10 @@ def test_group_plays_turns_tools_and_judges_with_the_components_of_the_row(tmp_p
         for t in world.play("good")["good"]:
             assert t.trains and t.turn_parents == (-1, 0, -1), t.detail  # the third turn begins a context
         assert [row["id"] for row in environment.rows("validation", None, 0)] == ["legacy_package/eval/0"]
-        judge.stop()
+        judge.stopped.set()
         for t in world.play("judged")["judged"]:
             assert t.outcome is Outcome.ENV_FAILED and "reward function polite raised RuntimeError: Judge" in t.detail
+    judge.stop()
 
 
 TRY = """
