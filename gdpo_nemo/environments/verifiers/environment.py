@@ -175,7 +175,7 @@ class Verifiers(Environment):
     def _started(self) -> WorkerProcess:
         """Return the worker. Start it, again if it has ended."""
         chosen = self._options
-        python = _interpreter(chosen.venv)
+        python = interpreter(chosen.venv)
         settings = {name: getattr(chosen, name) for name in ("package", "args", "concurrency", "deadline_s")}
         with self._lock:
             if self._worker is not None and not self._worker.alive:
@@ -249,7 +249,7 @@ class Verifiers(Environment):
         return Played({"output": episode["turns"], "incomplete_details": details}, rewards, metrics)
 
 
-def _interpreter(venv: str) -> Path:
+def interpreter(venv: str) -> Path:
     """Return the Python interpreter of a virtual environment, or that of the run if ``venv`` is empty."""
     python = Path(venv).expanduser().absolute() / "bin" / "python" if venv else Path(sys.executable)
     if not python.exists():
