@@ -5,6 +5,8 @@ This module and the registries do not import torch.
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from gdpo_nemo.algorithms.estimators import ESTIMATORS
 from gdpo_nemo.algorithms.loss_settings import KL_GRADIENTS, OLD_LOGPROBS
 from gdpo_nemo.algorithms.losses import AGGREGATIONS, KL_KINDS, LOSSES
@@ -12,6 +14,7 @@ from gdpo_nemo.algorithms.offpolicy import CORRECTIONS, LEVELS
 from gdpo_nemo.algorithms.settings import PRESETS
 from gdpo_nemo.config.algorithm_choice import ALGORITHMS
 from gdpo_nemo.config.health import PRESETS as PRESETS_OF_HEALTH
+from gdpo_nemo.config.sections import OptimizerConfig
 from gdpo_nemo.config.transports import TRANSPORTS
 from gdpo_nemo.models.architectures import linear_layers
 from gdpo_nemo.models.families import FAMILIES
@@ -19,6 +22,8 @@ from gdpo_nemo.models.families import FAMILIES
 LORA_TARGETS = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in linear_layers(family)))
 OPTIMIZER_DTYPES = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype")
 """Keys of the optimizer section that contain a data type."""
+MUON_KEYS = tuple(field.name for field in fields(OptimizerConfig) if field.name.startswith("muon_"))
+"""Keys of the optimizer section that only Muon uses."""
 ALIASED = ("nemo_rl", "trl")
 """Accepted values of `logger.aliases`: programs whose metric names are known."""
 
@@ -62,6 +67,18 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "policy.megatron_cfg.fp8_recipe": ("delayed", "tensorwise", "blockwise", "mxfp8"),
     "policy.megatron_cfg.scheduler.lr_decay_style": ("constant", "linear", "cosine"),
     "policy.generation.backend": ("vllm",),
+    "policy.megatron_cfg.optimizer.type": ("adamw", "muon"),
+    "policy.megatron_cfg.optimizer.muon_scale_mode": ("spectral", "shape_scaling", "unit_rms_norm"),
+    "policy.megatron_cfg.optimizer.muon_coefficient_type": (
+        "simple",
+        "quintic",
+        "polar_express",
+        "cans",
+        "aol",
+        "deepseekv4",
+    ),
+    "policy.megatron_cfg.optimizer.muon_fp32_matmul_prec": ("highest", "high", "medium"),
+    "policy.megatron_cfg.optimizer.muon_tp_mode": ("duplicated", "distributed", "blockwise"),
     **{f"policy.megatron_cfg.optimizer.{key}": ("float32", "bfloat16") for key in OPTIMIZER_DTYPES},
     "policy.generation.vllm_cfg.head_dtype": ("float32", "model"),
     "cluster.placement": ("separate", "colocated"),

@@ -20,6 +20,7 @@ from gdpo_nemo.algorithms.offpolicy import CORRECTIONS
 from gdpo_nemo.algorithms.preference_objectives import PREFERENCES
 from gdpo_nemo.algorithms.rubrics import is_family
 from gdpo_nemo.config.algorithm_choice import ALGORITHMS, Unused, is_transform, resolved_loss, spec_of
+from gdpo_nemo.config.allowed_values import MUON_KEYS
 from gdpo_nemo.config.environment_algorithms import own_configs
 from gdpo_nemo.config.layout import validations
 from gdpo_nemo.config.rollout_checks import steps_ahead
@@ -47,6 +48,11 @@ def _has_reference(config: Config) -> bool:
         return config.preference.needs_reference(kind)
     custom = kind not in ALGORITHMS  # a custom class may need the reference
     return custom or config.loss_fn.reference_policy_kl_penalty > 0 or config.gdpo.kl_in_reward is not None
+
+
+def uses_muon(config: Config) -> bool:
+    """Return whether Muon updates the weight matrices."""
+    return config.policy.megatron_cfg.optimizer.type == "muon"
 
 
 def _rate_changes(config: Config) -> bool:
@@ -261,6 +267,11 @@ EFFECTS: tuple[Effect, ...] = (
         f"{_MEGATRON}.scheduler.lr_warmup_init",
         lambda c: c.policy.megatron_cfg.scheduler.lr_warmup_steps > 0,
         f"while {_MEGATRON}.scheduler.lr_warmup_steps is 0",
+    ),
+    Effect(
+        " ".join(f"{_MEGATRON}.optimizer.{key}" for key in MUON_KEYS),
+        uses_muon,
+        f"without {_MEGATRON}.optimizer.type muon",
     ),
     Effect(f"{_MEGATRON}.scheduler.lr_hold_updates", _rate_changes, "with a constant learning rate"),
     Effect(

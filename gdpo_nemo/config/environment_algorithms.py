@@ -59,18 +59,26 @@ def config_of(config: Config, environment: str) -> Config:
 
 
 def part_of(config: Config, environment: str) -> str:
-    """Return the part of a step that an environment belongs to: its name if it has an algorithm, otherwise ``OTHERS``.
+    """Return the part of a step that an environment belongs to. Samples are only compared with those of their part.
 
-    Samples are only compared with samples of the same part.
+    The part of an environment with an algorithm has its name, and that of all others is ``OTHERS``, or the name of the
+    only other environment.
     """
-    return OTHERS if own_algorithm(config.env.get(environment)) is None else environment
+    if own_algorithm(config.env.get(environment)) is not None:
+        return environment
+    others = [name for name, options in config.env.items() if own_algorithm(options) is None]
+    return environment if len(others) == 1 else OTHERS
+
+
+def configs_of_parts(config: Config) -> dict[str, Config]:
+    """Return the config of each part of a step (``part_of``), in the order of the environments."""
+    return {part_of(config, name): config_of(config, name) for name in config.env}
 
 
 def trained_configs(config: Config) -> list[Config]:
     """Return the configs with which the run trains: that of the run, unless no environment uses it, and those of the
     environments with an algorithm."""
-    own = own_configs(config)
-    return list(own.values()) if own and len(own) == len(config.env) else [config, *own.values()]
+    return list(configs_of_parts(config).values()) or [config]
 
 
 def default_rewards(env: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from gdpo_nemo.algorithms.loss_selection import loss_entry
 from gdpo_nemo.algorithms.rubrics import is_family
 from gdpo_nemo.config.algorithm_choice import spec_of
-from gdpo_nemo.config.effects import changed, on_gpus, prompts_are_rows, trains_answers, value_of
+from gdpo_nemo.config.effects import changed, on_gpus, prompts_are_rows, trains_answers, uses_muon, value_of
 from gdpo_nemo.config.layout import updates_per_step
 from gdpo_nemo.config.rollout_checks import saves_all_groups
 from gdpo_nemo.config.schema import Config
@@ -119,6 +120,21 @@ REQUIREMENTS = (
         f"{_MEGATRON}.recompute_modules",
         lambda c: c.policy.megatron_cfg.recompute == "selective",
         "requires recompute: selective",
+    ),
+    Requires(
+        f"{_MEGATRON}.use_distributed_optimizer",
+        lambda c: not uses_muon(c),
+        f"conflicts with {_OPTIMIZER}.type muon, which needs whole matrices on each rank",
+    ),
+    Requires(
+        "gdpo.component_gradient_period",
+        lambda c: not uses_muon(c),
+        f"conflicts with {_OPTIMIZER}.type muon; the effects of components are those of updates of AdamW",
+    ),
+    Requires(
+        f"{_OPTIMIZER}.type",
+        lambda c: not uses_muon(c) or find_spec("emerging_optimizers") is not None,
+        "{value} requires the package emerging-optimizers; install gdpo-nemo's dependencies",
     ),
     Requires(
         f"{_OPTIMIZER}.offload",

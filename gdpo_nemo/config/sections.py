@@ -12,8 +12,11 @@ from gdpo_nemo.algorithms.ranges import Range
 
 @dataclass
 class OptimizerConfig:
-    """AdamW as implemented by Megatron-core."""
+    """AdamW or Muon as implemented by Megatron-core."""
 
+    type: str = "adamw"
+    """Optimizer of the weight matrices: adamw or muon. Muon orthogonalizes the momentum of each matrix (see
+    docs/muon.md). With muon, AdamW still updates embeddings, output layers, heads, norms and biases."""
     lr: Annotated[float, Range(0)] = 1.0e-6
     """Peak learning rate."""
     min_lr: Annotated[float, Range(0)] = 0.0
@@ -40,6 +43,30 @@ class OptimizerConfig:
     """Data type of Adam's second moment: float32 or bfloat16."""
     main_grads_dtype: str = "float32"
     """Data type in which gradients are accumulated over micro-batches and reduced over ranks: float32 or bfloat16."""
+    muon_momentum: Annotated[float, Range(0, below=1)] = 0.95
+    """Decay rate of Muon's momentum, which is a running mean of the gradients."""
+    muon_nesterov: bool = False
+    """Use Nesterov momentum in Muon."""
+    muon_split_qkv: bool = True
+    """Orthogonalize queries, keys and values (and gates of queries) separately. False: as one matrix. Latent attention
+    has separate matrices."""
+    muon_scale_mode: str = "spectral"
+    """Scale of Muon's update of a matrix [rows, columns]. spectral: sqrt(max(rows, columns)). shape_scaling:
+    sqrt(max(1, rows / columns)). unit_rms_norm: sqrt(rows / columns)."""
+    muon_extra_scale_factor: Annotated[float, Range(above=0)] = 1.0
+    """Additional factor of Muon's update. With muon_scale_mode spectral, 0.2 gives matrices about the update size of
+    AdamW (arXiv 2502.16982)."""
+    muon_coefficient_type: str = "quintic"
+    """Coefficients of the Newton-Schulz iteration: simple, quintic, polar_express, cans, aol or deepseekv4."""
+    muon_num_ns_steps: Annotated[int, Range(1, 100)] = 5
+    """Number of Newton-Schulz iterations."""
+    muon_fp32_matmul_prec: str | None = None
+    """Precision of the Newton-Schulz iteration: highest (float32), high (TF32 on GPUs) or medium (bfloat16). Null:
+    highest if policy.precision is float32, otherwise medium."""
+    muon_tp_mode: str = "duplicated"
+    """Orthogonalization of matrices that tensor parallelism splits. duplicated: each rank orthogonalizes the gathered
+    matrix. distributed: ranks exchange sums in each iteration. blockwise: each rank orthogonalizes its own part without
+    communication, which changes the updates with the number of ranks."""
 
 
 @dataclass

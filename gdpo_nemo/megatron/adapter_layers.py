@@ -14,6 +14,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, set_tensor_model_parallel_attributes
 
 from gdpo_nemo.config.schema import LoraConfig
+from gdpo_nemo.megatron.optimizer import mark_as_output
 from gdpo_nemo.megatron.weight_map import Weight
 from gdpo_nemo.models.architectures import last_name
 from gdpo_nemo.models.description import ModelDescription
@@ -208,6 +209,7 @@ class HeadAdapter(Adapters):
     def __init__(self, weight: Weight, matrix: torch.Tensor, model: ModelDescription, settings: LoraConfig, seed: int):
         super().__init__(weight, matrix, model, settings, seed)
         self.vocab_size = model.vocabulary
+        mark_as_output(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the term to add to this rank's columns of the logits."""

@@ -168,7 +168,7 @@ def _fill_moments(optimizer) -> None:
         groups += part.optimizer.param_groups
     step = max((group["step"] for group in groups if "step" in group), default=None)
     for group in groups:
-        if step is not None:
+        if step is not None and "betas" in group:  # Muon does not count steps
             group.setdefault("step", step)
     for part in parts:
         if part.config.use_precision_aware_optimizer:
@@ -238,13 +238,18 @@ def _load(policy, folder: str | Path) -> None:
     model_weights = _rename_main_weights(requested["optimizer"], stored)
     if not any(key.startswith(_MAIN_WEIGHTS[:2]) for key in stored):
         _read_separately(requested["optimizer"], model_weights, str(folder))
-    state = load_divided(requested, str(folder))
-    _fill_model(policy, state)
-    _fill_reference(policy, state)
     optimizer = policy.built.optimizer
     parts = chained(optimizer)
     saved = dist_checkpointing.load_common_state_dict(str(folder))["optimizer"]
-    converted = _convert_optimizer_state(state["optimizer"], saved, parts)
+    name = "optimizer"
+    if len(_saved_parts(saved)) != len(parts):
+        # Under the saved name, Megatron would merge the parameter groups of parts that have the same number.
+        name = "parts"
+        requested[name] = requested.pop("optimizer")
+    state = load_divided(requested, str(folder))
+    _fill_model(policy, state)
+    _fill_reference(policy, state)
+    converted = _convert_optimizer_state(state[name], saved, parts)
     _restore_settings(converted, parts)
     for part_state in converted.values() if len(parts) > 1 else [converted]:
         if "param_state" in part_state:
@@ -367,7 +372,7 @@ def _state(policy) -> dict[str, Any]:
 
 
 def _optimizer_state(optimizer: Any, model_state: dict[str, Any]) -> dict[Any, Any]:
-    """Return the optimizer's sharded state. Chained optimizers (dense and expert parameters) have the keys 0 and 1."""
+    """Return the optimizer's sharded state. Chained optimizers have the keys 0, 1, ..."""
     parts = chained(optimizer)
     if len(parts) > 1:
         optimizer._synchronize_steps()
@@ -381,13 +386,19 @@ def _optimizer_state(optimizer: Any, model_state: dict[str, Any]) -> dict[Any, A
     return dict(enumerate(states)) if len(parts) > 1 else states[0]
 
 
+def _saved_parts(saved: dict[Any, Any]) -> list[dict[str, Any]]:
+    """Return the states of the optimizers in a checkpoint. Only those of chained optimizers have numbers."""
+    numbers = sorted(key for key in saved if isinstance(key, int))
+    return [saved[number] for number in numbers] or [saved]
+
+
 def _convert_optimizer_state(state: dict[Any, Any], saved: dict[Any, Any], parts: list[Any]) -> dict[Any, Any]:
     """Convert loaded optimizer state to the structure that this run's optimizer expects.
 
     The tensors already have this run's layout. Only the structure of the parameter groups (step count, learning rate)
     may differ. A plain optimizer saves groups with their parameters, and a distributed optimizer saves them without.
-    With expert parallelism, Megatron chains two optimizers, for dense and for expert parameters. The states of these
-    optimizers have the keys 0 and 1.
+    With expert parallelism, Megatron chains optimizers for dense and for expert parameters, and with Muon also for
+    matrices and for other parameters. The states of these optimizers have the keys 0, 1, ...
 
     Args:
         state: loaded optimizer state, in this run's layout.
@@ -395,7 +406,7 @@ def _convert_optimizer_state(state: dict[Any, Any], saved: dict[Any, Any], parts
         parts: this run's chained optimizers, or its only optimizer.
     """
     is_chained = len(parts) > 1
-    saved_parts = [saved[0], saved[1]] if 0 in saved else [saved]
+    saved_parts = _saved_parts(saved)
     states = [state[index] for index in range(len(parts))] if is_chained else [state]
     was_distributed = any("param_state_sharding_type" in saved_part for saved_part in saved_parts)
     was_float32 = "param_groups" in saved_parts[0]  # a plain float32 optimizer has this key at the top level
@@ -460,8 +471,8 @@ def _convert_part(
     return {**others, "optimizer": {**state["optimizer"], "param_groups": groups}}
 
 
-_IDENTITY_KEYS = ("wd_mult", "lr_mult", "is_decoupled_lr")
-"""Keys that identify a parameter group.
+_IDENTITY_KEYS = ("wd_mult", "lr_mult", "is_decoupled_lr", "optimizer")
+"""Keys that identify a parameter group. Only groups that Adam updates in a run with Muon have the key ``optimizer``.
 
 Megatron also identifies groups by the schedule's settings (``max_lr``, ``min_lr``, ...), which may change when a run is
 resumed. The flag for expert groups also identifies a group in Megatron, although expert groups have the same settings

@@ -29,7 +29,7 @@ from gdpo_nemo.megatron.layers import (
 from gdpo_nemo.megatron.logprobs import EntropyUse, fused_token_logprobs, token_logprobs, use_fused_logprobs
 from gdpo_nemo.megatron.lora import attach
 from gdpo_nemo.megatron.model_config import description_of, embedding_scale, layer_attentions, transformer_fields
-from gdpo_nemo.megatron.optimizer import build_optimizer
+from gdpo_nemo.megatron.optimizer import build_optimizer, mark_as_output
 from gdpo_nemo.megatron.routers import freeze_expert_biases, freeze_routers, in_precision
 from gdpo_nemo.models.description import ModelDescription
 from gdpo_nemo.models.families import Family
@@ -152,6 +152,7 @@ class ScoreModel(PolicyModel):
         if self.post_process:
             del self.output_layer
             self.score = torch.nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
+            mark_as_output(self.score)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """Return the modules' sharded states. LanguageModule's method cannot be used: it requires the output layer."""
@@ -177,6 +178,7 @@ class ValueModel(PolicyModel):
             self.value_head = torch.nn.Linear(config.hidden_size, 1, dtype=config.params_dtype)
             torch.nn.init.zeros_(self.value_head.weight)
             torch.nn.init.zeros_(self.value_head.bias)
+            mark_as_output(self.value_head)
 
     def _output(self, hidden, rows, targets):
         """Return the columns of PolicyModel and, if ``values`` is true, an additional column, in float32.

@@ -1,4 +1,4 @@
-"""Optimizer on one rank: Adam, offloading of optimizer state to host memory, and the learning-rate schedule."""
+"""Optimizer on one rank: Adam, Muon, offloading of optimizer state to host memory, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
-from gdpo_nemo.config.schema import MegatronConfig
+from gdpo_nemo.config.allowed_values import MUON_KEYS
+from gdpo_nemo.config.schema import MegatronConfig, OptimizerConfig
 from gdpo_nemo.weights.host_memory import host_memory_like
 
 
 def chained(optimizer: Any) -> list[Any]:
-    """Return the optimizers that Megatron chains for dense and for expert parameters, or the only optimizer."""
+    """Return the optimizers that Megatron chains, or the only optimizer.
+
+    Dense and expert parameters have separate optimizers, and with Muon also matrices and other parameters.
+    """
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
@@ -323,6 +327,37 @@ def make_schedule(optimizer: Any, layout: MegatronConfig, total_updates: int) ->
     )
 
 
+def mark_as_output(module: torch.nn.Module) -> None:
+    """Mark the parameters of a module as those of an output layer, which AdamW updates in a run with Muon."""
+    for parameter in module.parameters():
+        setattr(parameter, "is_embedding_or_output_parameter", True)  # noqa: B010
+
+
+def _muon_settings(config: OptimizerConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the fields of Megatron's optimizer config that have the same names as the keys of Muon."""
+    settings = {name: getattr(config, name) for name in MUON_KEYS}
+    precision = "highest" if dtype == torch.float32 else "medium"
+    return {**settings, "muon_fp32_matmul_prec": config.muon_fp32_matmul_prec or precision}
+
+
+def _mark_queries_and_keys(chunk: torch.nn.Module) -> None:
+    """Set the rows of queries, keys and values by which Muon splits the projections of layers with their own heads.
+
+    Megatron has set the rows from the model's config, which differs from the config of such layers.
+    """
+    for module in chunk.modules():
+        if not hasattr(module, "keys_as_values"):
+            continue
+        attention: Any = module
+        layer = attention.config
+        queries = layer.num_attention_heads // layer.num_query_groups * layer.kv_channels
+        rows = [queries, *[layer.kv_channels] * (1 if attention.keys_as_values else 2)]
+        weight = attention.linear_qkv.weight
+        for matrix in (weight, getattr(weight, "main_param", weight)):
+            matrix.is_qkv = True
+            matrix.qkv_split_shapes = rows
+
+
 def build_optimizer(
     layout: MegatronConfig,
     dtype: torch.dtype,
@@ -330,7 +365,7 @@ def build_optimizer(
     total_updates: int,
     value_lr_mult: float | None = None,
 ):
-    """Return Megatron's AdamW and a learning-rate scheduler that takes one step per update.
+    """Return Megatron's AdamW or Muon, and a learning-rate scheduler that takes one step per update.
 
     Args:
         wrapped: wrapped chunks of the model.
@@ -339,7 +374,7 @@ def build_optimizer(
     """
     o = layout.optimizer
     config = MegatronOptimizerConfig(
-        optimizer="adam",
+        optimizer="muon" if o.type == "muon" else "adam",
         lr=o.lr,
         min_lr=o.min_lr,
         weight_decay=o.weight_decay,
@@ -357,6 +392,7 @@ def build_optimizer(
         exp_avg_dtype=getattr(torch, o.exp_avg_dtype),
         exp_avg_sq_dtype=getattr(torch, o.exp_avg_sq_dtype),
         main_grads_dtype=getattr(torch, o.main_grads_dtype),
+        **_muon_settings(o, dtype),
     )
     overrides = None
     if value_lr_mult is not None:
@@ -365,4 +401,6 @@ def build_optimizer(
         head: Any = dict(is_decoupled_lr=True, max_lr=value_lr_mult * o.lr, min_lr=value_lr_mult * o.min_lr)
         overrides = {**get_standard_config_overrides(config), ParamKey(name="*value_head.*"): head}
     optimizer = get_megatron_optimizer(config, wrapped, overrides)
+    for chunk in wrapped:
+        _mark_queries_and_keys(chunk)
     return optimizer, make_schedule(optimizer, layout, total_updates)

@@ -190,7 +190,8 @@ def _memory_savers(resolved: Resolved, shape: ModelDescription) -> Iterator[dict
     config = resolved.config
     megatron = config.policy.megatron_cfg
     policy = config.policy
-    if not megatron.use_distributed_optimizer and resolved.layout.data > 1:
+    shards = megatron.optimizer.type != "muon"  # state that the data-parallel ranks may share
+    if shards and not megatron.use_distributed_optimizer and resolved.layout.data > 1:
         yield {"megatron_cfg__use_distributed_optimizer": True}
     if policy.micro_batch_tokens > policy.max_total_sequence_length:
         yield {"micro_batch_tokens": max(policy.max_total_sequence_length, policy.micro_batch_tokens // 2)}
@@ -210,7 +211,8 @@ def _memory_savers(resolved: Resolved, shape: ModelDescription) -> Iterator[dict
             vllm = policy.generation.vllm_cfg
             if share < vllm.gpu_memory_utilization and vllm.gpu_kv_cache_memory_bytes is None:
                 yield {"generation__vllm_cfg__gpu_memory_utilization": share}
-    if not megatron.optimizer.use_precision_aware_optimizer and policy.precision == "bfloat16" and resolved.layout.gpus:
+    plain = policy.precision == "bfloat16" and not megatron.optimizer.use_precision_aware_optimizer
+    if shards and plain and resolved.layout.gpus:
         half = {
             "megatron_cfg__optimizer__use_precision_aware_optimizer": True,
             "megatron_cfg__use_distributed_optimizer": True,
@@ -368,7 +370,7 @@ def _evaluate(
         megatron_cfg__num_layers_in_first_pipeline_stage=None,
         megatron_cfg__num_layers_in_last_pipeline_stage=None,
         megatron_cfg__data_parallel_size=None,
-        megatron_cfg__use_distributed_optimizer=True,
+        megatron_cfg__use_distributed_optimizer=base.config.policy.megatron_cfg.optimizer.type != "muon",
         generation__engines=engines,
         generation__vllm_cfg__tensor_parallel_size=engine_tensor,
     )

@@ -20,7 +20,7 @@ from gdpo_nemo.config.transports import chosen_transport
 from gdpo_nemo.data.prefixes import Saving
 from gdpo_nemo.models.description import ModelDescription
 from gdpo_nemo.models.weights import parameters
-from gdpo_nemo.planning.shape import adapters, expected_saving, on_rank, on_stage, shape_of
+from gdpo_nemo.planning.shape import adapters, expected_saving, matrices, on_rank, on_stage, shape_of, tables_on_rank
 
 BYTES = {"float32": 4, "bfloat16": 2}
 _LOGIT_BYTES = 256 << 20
@@ -173,6 +173,8 @@ def _stage_memory(
     activations = _activations(config.policy, shape, layout, stage, tokens=tokens, rows=rows, size=size)
     # The backward pass starts after the logits are freed, so only its memory in excess of the logits is added.
     buffers = (0 if lora.rank else largest) + max(0, _backward(resolved, shape, layout, tokens, size) - logits)
+    if megatron.optimizer.type == "muon":  # after activations are freed
+        held += max(0, _orthogonalization(config.policy, shape) - activations - logits - buffers)
     if megatron.optimizer.offload and layout.gpus:  # copied to the GPU after activations are freed
         held = max(0, held - activations - logits - buffers)
     return RankMemory(
@@ -205,7 +207,21 @@ def _optimizer_state(policy: PolicyConfig, shape: ModelDescription, layout: Layo
         layout.tensor * layout.context * layout.data // (layout.expert * layout.expert_tensor),
     ]
     shards = replicas if policy.megatron_cfg.use_distributed_optimizer else [1, 1]
-    return sum(size * count // shard for count, shard in zip(_trainable(policy, shape, layout, stage), shards))
+    state = sum(size * count // shard for count, shard in zip(_trainable(policy, shape, layout, stage), shards))
+    if policy.megatron_cfg.optimizer.type == "muon" and not policy.lora.rank:  # AdamW updates these with two moments
+        state += BYTES["float32"] * tables_on_rank(shape, layout, stage)
+    return state
+
+
+def _orthogonalization(policy: PolicyConfig, shape: ModelDescription) -> int:
+    """Return the bytes of Muon's temporary tensors for the largest matrix, which tensor parallelism does not shard.
+
+    They are about four float32 copies of the matrix, and two squares of its smaller size. With LoRA they are small.
+    """
+    if policy.lora.rank:
+        return 0
+    sizes = [4 * rows * columns + 2 * min(rows, columns) ** 2 for rows, columns, _ in matrices(shape)]
+    return BYTES["float32"] * max(sizes, default=0)
 
 
 def _backward(resolved: Resolved, shape: ModelDescription, layout: Layout, tokens: int, size: int) -> int:
@@ -394,16 +410,25 @@ def _mlp_parts(shape: ModelDescription, layout: Layout) -> int:
 
 
 def state_bytes(policy: PolicyConfig) -> int:
-    """Return the bytes of optimizer state per parameter: two moments and, for bfloat16 models, float32 main weights."""
+    """Return the bytes of optimizer state per parameter: moments and, for bfloat16 models, float32 main weights.
+
+    AdamW has two moments. Muon has one for each parameter of a matrix.
+    """
+    return (0 if policy.precision == "float32" else 4) + moment_bytes(policy)
+
+
+def moment_bytes(policy: PolicyConfig) -> int:
+    """Return the bytes of the moments of a parameter."""
     optimizer = policy.megatron_cfg.optimizer
-    main = 0 if policy.precision == "float32" else 4
-    return main + BYTES[optimizer.exp_avg_dtype] + BYTES[optimizer.exp_avg_sq_dtype]
+    if optimizer.type == "muon":
+        return BYTES["float32"]
+    return BYTES[optimizer.exp_avg_dtype] + BYTES[optimizer.exp_avg_sq_dtype]
 
 
 def optimizer_bytes(policy: PolicyConfig, shape: ModelDescription, layout: Layout) -> int:
     """Return the bytes of optimizer state on the fullest rank, in GPU or host memory.
 
-    The state consists of two moments and, in bfloat16, float32 main weights.
+    See ``state_bytes``.
     """
     state = state_bytes(policy)
     return max(_optimizer_state(policy, shape, layout, stage, state) for stage in range(layout.pipeline))
@@ -437,13 +462,14 @@ def refit_bytes(resolved: Resolved, shape: ModelDescription) -> int:
 
 
 def checkpoint_bytes(resolved: Resolved, shape: ModelDescription) -> int:
-    """Return the bytes of a checkpoint: weights, two moments and, in bfloat16, float32 main weights.
+    """Return the bytes of a checkpoint: weights, moments in float32 and, in bfloat16, float32 main weights.
 
     With LoRA, a checkpoint contains only the adapters. A reference that follows the policy is stored as well.
     """
     policy = resolved.config.policy
     weights = refit_bytes(resolved, shape)
-    optimizer = (8 if policy.precision == "float32" else 12) * weights // BYTES[policy.precision]
+    moments = 4 if policy.megatron_cfg.optimizer.type == "muon" else 8
+    optimizer = (moments + (0 if policy.precision == "float32" else 4)) * weights // BYTES[policy.precision]
     reference = parameters(shape) * BYTES[policy.precision] if policy.sync_ref_model else 0
     return weights + optimizer + reference
 

@@ -28,12 +28,27 @@ def on_rank(model: ModelDescription, layout: Layout, stage: int) -> tuple[int, i
     """Return the numbers of (dense, expert) parameters on a rank of ``stage``, with tied copies and padding."""
     by_layer = _layer_parameters(model, layout.tensor, layout.expert, layout.expert_tensor)
     held = [by_layer[layer] for layer in on_stage(model, layout, stage)]
-    table = -(-model.vocabulary // layout.tensor) * model.hidden
-    first = stage == 0
     last = stage == layout.pipeline - 1
-    tables = first + (last and not (model.tied and first))
-    dense = sum(dense for dense, _ in held) + tables * table + last * model.hidden
+    dense = sum(dense for dense, _ in held) + tables_on_rank(model, layout, stage) + last * model.hidden
     return dense, sum(experts for _, experts in held)
+
+
+def tables_on_rank(model: ModelDescription, layout: Layout, stage: int) -> int:
+    """Return the number of parameters of the embedding and the output layer on a rank of ``stage``."""
+    first, last = stage == 0, stage == layout.pipeline - 1
+    return (first + (last and not (model.tied and first))) * -(-model.vocabulary // layout.tensor) * model.hidden
+
+
+@lru_cache(maxsize=256)
+def matrices(model: ModelDescription) -> tuple[tuple[int, int, int], ...]:
+    """Return (rows, columns, number of experts or 1) of each unsharded weight matrix of the layers."""
+    found = []
+    for (layer, _), group in groupby(weight_table(model), key=lambda row: (row.layer, row.megatron)):
+        first, *others = group
+        if layer is not None and len(first.shape) == 2 and not first.buffer:
+            rows = first.shape[0] + sum(row.shape[0] for row in others)
+            found.append((rows, first.shape[1], first.experts or 1))
+    return tuple(found)
 
 
 @lru_cache(maxsize=256)

@@ -19,6 +19,7 @@ from gdpo_nemo.planning.memory import (
     engine_memory,
     fused_logprobs,
     micro_batch_load,
+    moment_bytes,
     optimizer_bytes,
     reference_is_offloaded,
     refit_bytes,
@@ -26,7 +27,7 @@ from gdpo_nemo.planning.memory import (
     token_budget,
     transformer_engine,
 )
-from gdpo_nemo.planning.shape import expected_saving, on_rank
+from gdpo_nemo.planning.shape import expected_saving, matrices, on_rank
 
 
 @dataclass(frozen=True)
@@ -437,16 +438,29 @@ def _host_seconds(
     return seconds + count * LAUNCH_S
 
 
+def _iteration_flops(shape: ModelDescription, layout: Layout) -> float:
+    """Return the FLOPs of a Newton-Schulz iteration of the matrices of a stage, which each tensor rank computes.
+
+    For a matrix [m, n] with m at most n these are two products with m * m * n and one with m * m * m terms.
+    """
+    flops = 0.0
+    for rows, columns, count in matrices(shape):
+        small, large = sorted((rows, columns))
+        flops += 2 * (2 * large + small) * small**2 * (count // layout.expert if count > 1 else 1)
+    return flops / layout.pipeline
+
+
 def optimizer_seconds(resolved: Resolved, shape: ModelDescription, device: Device) -> float:
     """Return the seconds of one optimizer step on a rank, including copies of its state with ``optimizer.offload``."""
     config = resolved.config
     layout = resolved.layout
     held = sum(on_rank(shape, layout, 0))
     shards = layout.data * layout.context if config.policy.megatron_cfg.use_distributed_optimizer else 1
-    dtypes = config.policy.megatron_cfg.optimizer
-    moments = BYTES[dtypes.exp_avg_dtype] + BYTES[dtypes.exp_avg_sq_dtype]
-    moved = _OPTIMIZER_BYTES - 2 * (8 - moments) - (4 - BYTES[dtypes.main_grads_dtype])
+    optimizer = config.policy.megatron_cfg.optimizer
+    moved = _OPTIMIZER_BYTES - 2 * (8 - moment_bytes(config.policy)) - (4 - BYTES[optimizer.main_grads_dtype])
     step = moved * held / shards / (BANDWIDTH_SHARE * device.bandwidth)
+    if optimizer.type == "muon" and not config.policy.lora.rank:
+        step += optimizer.muon_num_ns_steps * _iteration_flops(shape, layout) / device.compute
     if not config.policy.megatron_cfg.optimizer.offload:
         return step
     return step + 2 * optimizer_bytes(config.policy, shape, layout) / (BANDWIDTH_SHARE * device.host_link)

@@ -17,7 +17,7 @@ import numpy as np
 from gdpo_nemo.algorithms.loss_settings import LossByPart
 from gdpo_nemo.algorithms.losses import part_metric
 from gdpo_nemo.config.algorithm_choice import old_logprobs_source, spec_of
-from gdpo_nemo.config.environment_algorithms import OTHERS, own_configs, part_of, trained_configs
+from gdpo_nemo.config.environment_algorithms import configs_of_parts, part_of, trained_configs
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import Group, UpdateResult
@@ -70,10 +70,8 @@ class ByEnvironment(Algorithm["Rollout", PreparedParts]):
 
     def __init__(self, config: Config, policy: PolicyGroup, tokenizer: Tokenizer, log: RunLog):
         super().__init__(config, policy, tokenizer, log)
-        own = own_configs(config)
-        configs = own if len(own) == len(config.env) else {OTHERS: config, **own}
         self.algorithms: dict[str, GDPO] = {}
-        for name, part_config in configs.items():
+        for name, part_config in configs_of_parts(config).items():
             algorithm = ImportPath(spec_of(part_config).import_path).load()(part_config, policy, tokenizer, log)
             algorithm.component_alerts = ComponentAlerts(log, name)
             self.algorithms[name] = algorithm
@@ -218,6 +216,7 @@ class ByEnvironment(Algorithm["Rollout", PreparedParts]):
         its mean over all of their samples is.
         """
         row: dict[str, float] = {}
+        named: dict[str, float] = {}
         values: dict[str, list[tuple[float, float]]] = {}
         total = dead = 0.0
         groups = samples = 0
@@ -229,7 +228,7 @@ class ByEnvironment(Algorithm["Rollout", PreparedParts]):
             else:
                 groups += len(part.rollout.groups)
                 dead += len(part.rollout.groups) * diagnostics.all_dead
-            row |= _named(found, name)
+            named |= _named(found, name)
             valid = sum(t.trains for t in part.rollout.trajectories)
             for component, mean, missing in zip(diagnostics.names, diagnostics.mean, diagnostics.missing):
                 values.setdefault(component, []).append((mean, valid * (1.0 - missing)))
@@ -246,7 +245,7 @@ class ByEnvironment(Algorithm["Rollout", PreparedParts]):
         if groups:
             row["advantage/dead_groups"] = dead / groups
         row["reward/total/mean"] = total / max(samples, 1)
-        return row
+        return row | named
 
     def _has_teacher(self, name: str) -> bool:
         return spec_of(self.algorithms[name].config).section == "teacher"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from bad_input import EMBEDDING_ONLY
 
+from gdpo_nemo.config import requirements
 from gdpo_nemo.config.data_files import may_be_on_the_hub
 from gdpo_nemo.config.effects import EFFECTS, SWITCHED_OFF
 from gdpo_nemo.config.layout import resolve_layout
@@ -155,6 +156,8 @@ def test_impossible_settings_are_refused_by_name(minimal, overrides, expected):
         (["loss_fn.off_policy.mode=truncate"], "loss_fn.off_policy.ratio_min=0.5"),
         ([], f"{MEGATRON}.scheduler.lr_decay_steps=10"),
         ([], f"{MEGATRON}.overlap_param_gather=true"),
+        ([], f"{MEGATRON}.optimizer.muon_momentum=0.9"),
+        ([], f"{MEGATRON}.optimizer.muon_tp_mode=blockwise"),
         ([], "gdpo.dynamic_sampling.max_rounds=9"),
         ([], "checkpointing.keep_best=3"),
         (["policy.generation.verify_weights=false"], "policy.generation.parity_limit=0.5"),
@@ -254,6 +257,7 @@ def test_impossible_expert_parallelism_is_refused_with_the_possible_sizes(minima
 
 
 _AWARE = "optimizer.use_precision_aware_optimizer=true"
+_MUON = "optimizer.type=muon"
 
 
 @pytest.mark.parametrize(
@@ -267,6 +271,11 @@ _AWARE = "optimizer.use_precision_aware_optimizer=true"
         (["optimizer.main_grads_dtype=bfloat16"], "main_grads_dtype: requires use_precision_aware_optimizer: true"),
         ([_AWARE], "use_precision_aware_optimizer: requires policy.megatron_cfg.use_distributed_optimizer: true"),
         ([_AWARE, "use_distributed_optimizer=true"], "requires policy.precision: bfloat16"),
+        (
+            [_MUON, "use_distributed_optimizer=true"],
+            "use_distributed_optimizer: conflicts with policy.megatron_cfg.opt",
+        ),
+        ([_MUON, _AWARE], "requires policy.megatron_cfg.use_distributed_optimizer: true"),
         (["recompute_modules=[mlp]"], "recompute_modules: requires recompute: selective"),
         (["recompute=full", "recompute_modules=[mlp]"], "recompute_modules: requires recompute: selective"),
         (["recompute=selective", "recompute_modules=[]"], "must not be empty; use recompute: none"),
@@ -285,6 +294,17 @@ def test_optimizer_of_half_the_size_is_refused_if_it_has_no_effect(minimal):
     assert "requires TransformerEngine's" in refused(minimal, *gpus, f"{MEGATRON}.transformer_engine=false")
     said = refused(minimal, *gpus, f"{MEGATRON}.optimizer.offload=true")
     assert "use_precision_aware_optimizer: conflicts with policy.megatron_cfg.optimizer.offload" in said
+
+
+def test_muon_requires_its_package_and_has_no_effects_by_component(minimal, monkeypatch):
+    key = f"{MEGATRON}.{_MUON}"
+    config = load_config(minimal, [key, f"{MEGATRON}.optimizer.muon_fp32_matmul_prec=high"])
+    validate(config)
+    said = refused(minimal, key, "gdpo.component_gradient_period=10")
+    assert said.startswith("gdpo.component_gradient_period: conflicts with policy.megatron_cfg.optimizer.type muon")
+    monkeypatch.setattr(requirements, "find_spec", lambda name: None)
+    assert "optimizer.type: muon requires the package emerging-optimizers" in refused(minimal, key)
+    validate(load_config(minimal))
 
 
 def test_the_chunks_of_an_interleaved_pipeline_divide_the_layers(minimal, model):

@@ -315,6 +315,7 @@ def test_every_built_in_environment_loads_and_names_its_rewards():
         "functions": {"functions": {"brevity": {"function": "length", "max_tokens": 3}}},
         "judge": {"base_url": "http://127.0.0.1:1", "model": "judge", "rubric": {"clear": "Is it clear?"}},
         "openenv": {"url": "http://127.0.0.1:1", "action": "message"},
+        "verifiers": {"package": "a"},
         "ebft": {"model": "a/frozen/model"},
         "reward_model": {"model": "a/classifier"},
         "tools": {"tools": [f"{TOOLS}:add"], "functions": {"brevity": {"function": "length", "max_tokens": 3}}},

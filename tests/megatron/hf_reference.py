@@ -1,4 +1,4 @@
-"""The same updates in one process of transformers and torch.optim.AdamW, on a right-padded batch."""
+"""The same updates in one process of transformers and torch.optim.AdamW or ``Muon``, on a right-padded batch."""
 
 from __future__ import annotations
 
@@ -43,15 +43,22 @@ def run(
     from transformers.core_model_loading import revert_weight_conversion
 
     model = load(folder)
-    adam = _adam(model, options)
+    optimizers = [_adam(model, options)]
+    if options.type == "muon":
+        matrices = _matrices(model)
+        owned = {id(p) for parts in matrices for p in parts}
+        for group in optimizers[0].param_groups:
+            group["params"] = [p for p in group["params"] if id(p) not in owned]
+        optimizers.append(Muon(matrices, options))
     first = None
     rows = []
     for _ in range(steps):
-        adam.zero_grad()
+        model.zero_grad()
         loss, entropy, logprobs = _loss(model, batch, temperature, objective)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip_grad)
-        adam.step()
+        for optimizer in optimizers:
+            optimizer.step()
         rows.append((loss.item(), norm.item(), entropy))
         first = first or logprobs
     stored = revert_weight_conversion(model, model.state_dict())  # under the names in files
@@ -67,6 +74,57 @@ def _adam(model, options: OptimizerConfig) -> torch.optim.AdamW:
     ]
     betas = (options.adam_beta1, options.adam_beta2)
     return torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.adam_eps)
+
+
+def _matrices(model) -> list[list[torch.nn.Parameter]]:
+    """The matrices between embedding and output layer; gate and up-projection of an MLP are one matrix."""
+    found = []
+    for name, p in model.named_parameters():
+        if p.dim() == 2 and not name.endswith(("embed_tokens.weight", "lm_head.weight")):
+            if name.endswith("up_proj.weight"):
+                found[-1].append(p)
+            else:
+                found.append([p])
+    return found
+
+
+class Muon:
+    """Muon by its definition, in float64: ``matrices`` are lists of parameters whose rows form one matrix."""
+
+    SETS = {
+        "quintic": [
+            (4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037), (2.8769, -3.1427, 1.2046),
+            (2.8366, -3.0525, 1.2012),
+        ],
+        "simple": [(3.4445, -4.7750, 2.0315)],
+    }  # fmt: skip
+    SCALES = {
+        "spectral": lambda n, m: max(n, m),
+        "shape_scaling": lambda n, m: max(1, n / m),
+        "unit_rms_norm": np.divide,
+    }
+
+    def __init__(self, matrices: list[list[torch.nn.Parameter]], options: OptimizerConfig):
+        self.options = options
+        self.matrices = matrices
+        self.momenta = [np.zeros((sum(len(p) for p in parts), parts[0].size(1))) for parts in matrices]
+
+    def step(self) -> None:
+        """Update every matrix."""
+        o = self.options
+        for parts, momentum in zip(self.matrices, self.momenta):
+            gradient = np.concatenate([p.grad.double().numpy() for p in parts])
+            momentum += (1 - o.muon_momentum) * (gradient - momentum)
+            x = gradient + o.muon_momentum * (momentum - gradient) if o.muon_nesterov else momentum
+            x = x / np.linalg.norm(x)
+            sets = self.SETS[o.muon_coefficient_type]
+            for i in range(o.muon_num_ns_steps):
+                a, b, c = sets[i % len(sets)]
+                square = x @ x.T
+                x = a * x + (b * square + c * square @ square) @ x
+            x = torch.from_numpy(x * o.muon_extra_scale_factor * self.SCALES[o.muon_scale_mode](*x.shape) ** 0.5)
+            for p, update in zip(parts, x.split([len(p) for p in parts])):
+                p.data = (p.data.double() * (1 - o.lr * o.weight_decay) - o.lr * update).float()
 
 
 def _loss(model, batch, temperature, objective=None):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gdpo_nemo.config.schema import MegatronConfig, OptimizerConfig, SchedulerConfig
 
@@ -31,6 +31,7 @@ _FLAGS = {
     "FLOAT64ROUTER": dict(moe_router_dtype="float64"),
     "TE": dict(transformer_engine=True),
     "FLEX": dict(attention_backend="flex"),
+    "MUON": {},  # see `parse`
     "WARMUP": dict(scheduler=SchedulerConfig(lr_warmup_steps=4, lr_warmup_init=1e-3)),
 }
 
@@ -52,8 +53,9 @@ def parse(name: str) -> Layout:
         fields[_SIZES[kind]] = int(size)
     for flag in flags:
         fields.update(_FLAGS[flag])
+    kind = "muon" if "MUON" in flags else "adamw"
     ranks = math.prod(fields.get(_SIZES[kind], 1) for kind in ("TP", "PP", "CP", "DP"))
-    return Layout(MegatronConfig(**fields, optimizer=optimizer()), ranks)
+    return Layout(MegatronConfig(**fields, optimizer=replace(optimizer(), type=kind)), ranks)
 
 
 def fitting(layout: str, model: str) -> str:

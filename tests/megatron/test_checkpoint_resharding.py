@@ -33,7 +33,7 @@ def go_on(on_ranks, model_folder, layout, checkpoint, precision="float32"):
     return on_ranks(layout, checkpoint_cases.load_and_go_on, *arguments)[0]
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, "TP1", "TP2", "DP2"])
+@pytest.mark.parametrize("layout", [*LAYOUTS, "TP1", "TP2", "DP2", "TP2+SP+MUON"])
 def test_continuation_at_the_same_layout_is_exact(on_ranks, model_folder, saved, layout):
     checkpoint, undisturbed = saved(layout)
     np.testing.assert_array_equal(go_on(on_ranks, model_folder, layout, checkpoint), undisturbed)
@@ -41,7 +41,7 @@ def test_continuation_at_the_same_layout_is_exact(on_ranks, model_folder, saved,
 
 PRODUCT = "TP2xPP2+SP+DIST"
 RING = [PRODUCT, *LAYOUTS, "PP2xVPP2+DIST"]
-PAIRS = list(zip(RING, [*RING[1:], RING[0]]))
+PAIRS = [*zip(RING, [*RING[1:], RING[0]]), ("TP2+SP+MUON", "PP2+MUON")]
 """Every layout writes a checkpoint that another reads, and reads one that another wrote."""
 
 
@@ -119,6 +119,8 @@ MIXTURE_PAIRS = [
     ("CP2+DIST", EXPERTS, "qwen3-moe"),
     ("TP1", "DP2xEP2", "qwen3-moe"),
     ("DP2xEP2", "TP1", "qwen3-moe"),
+    ("TP1+MUON", "DP2xEP2+MUON", "gpt-oss"),
+    ("DP2xEP2+MUON", "TP1+MUON", "qwen3-moe"),
 ]
 
 

@@ -49,7 +49,7 @@ def predicted(content: dict, name: str, precision: str, tokens: int, rows: int) 
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("layout", ["DP1+FULL", "DP1+MODULES", "TP2+SP", "PP2"])
+@pytest.mark.parametrize("layout", ["DP1+FULL", "DP1+FULL+MUON", "DP1+MODULES", "TP2+SP", "TP2+SP+MUON", "PP2"])
 def test_predicted_memory_is_within_15_percent_of_the_tensors_of_the_fullest_rank(on_ranks, folders, layout, size):
     folder, content = folders[size]
     batch = tiny_models.make_batch(28, longest=60)

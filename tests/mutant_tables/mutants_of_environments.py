@@ -148,6 +148,20 @@ ENVIRONMENTS = (
         "an episode whose model call failed is not trained with the reward of an empty reply",
     ),
     mutant(
+        "environments/verifiers/adapter_legacy.py",
+        "each.problems[name] = problem",
+        "each.add(name, 0.0)",
+        "rollouts/test_verifiers_legacy.py::test_exception_that_the_rubric_catches_masks_the_sample",
+        "a reward function that raises does not score its sample as 0",
+    ),
+    mutant(
+        "environments/verifiers/adapter_legacy.py",
+        "dict.fromkeys(self._functions) | scores.rewards",
+        "dict.fromkeys(self._functions, 0.0) | scores.rewards",
+        "rollouts/test_verifiers_legacy.py::test_group_plays_turns_tools_and_judges_with_the_components_of_the_row",
+        "functions of other environments of a group do not apply to a row",
+    ),
+    mutant(
         "environments/verifiers/worker.py",
         "return None if math.isnan(number) else number",
         "return 0.0 if math.isnan(number) else number",

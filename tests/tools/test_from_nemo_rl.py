@@ -183,6 +183,27 @@ def test_engines_that_share_gpus_there_share_them_here_if_none_runs_ahead(tmp_pa
     assert (config.cluster.placement, config.policy.generation.engines) == (placement, engines)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name, mode, precision", [("muon", None, None), ("dist_muon", "distributed", "high")])
+def test_muon_is_translated_with_the_defaults_of_megatron_core(tmp_path, name, mode, precision):
+    prefix = "policy.megatron_cfg.optimizer."
+    fields = {"optimizer": name, "muon_momentum": 0.9, "muon_tp_mode": mode, "muon_fp32_matmul_prec": precision}
+    path = tmp_path / "recipe.yaml"
+    OmegaConf.save(
+        OmegaConf.create({"defaults": str(EVERY_KEY), "policy": {"megatron_cfg": {"optimizer": fields}}}), path
+    )
+    translation = translate(path)
+    config = config_of(translation, tmp_path)
+    validate(config)
+    megatron = config.policy.megatron_cfg
+    optimizer = megatron.optimizer
+    assert (optimizer.type, optimizer.muon_momentum) == ("muon", 0.9) and not megatron.use_distributed_optimizer
+    assert optimizer.muon_tp_mode == (mode or "blockwise")
+    assert optimizer.muon_fp32_matmul_prec == (precision or "medium")
+    assert verdicts(translation)[f"{prefix}use_distributed_optimizer"] == NO_EFFECT
+    assert verdicts(translate(EVERY_KEY))[f"{prefix}optimizer"] == ALREADY
+
+
 def test_parents_are_merged_and_a_marked_section_replaces_the_inherited_one(tmp_path):
     translation = translate(RECIPES / "gdpo.yaml")
     config = config_of(translation, tmp_path)

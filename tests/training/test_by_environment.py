@@ -29,6 +29,7 @@ from gdpo_nemo.utils.errors import ConfigError, RunError
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 ENV = {
     "digit_sort": {},
+    "twin": {"plugin": "digit_sort"},
     "sums": {"plugin": "digit_sort", "algorithm": {"gdpo": {"estimator": "grpo", "rewards": {"a": 1.0, "b": 2.0}}}},
     "kl": {
         "plugin": "digit_sort",
@@ -107,7 +108,7 @@ def teacher(monkeypatch):
     monkeypatch.setattr("gdpo_nemo.training.distillation.teacher_folder", lambda teacher: Path("teacher"))
 
 
-MIXED = ["sums", "digit_sort", "kl", "taught", "digit_sort", "sums", "kl", "digit_sort"]
+MIXED = ["sums", "digit_sort", "kl", "taught", "digit_sort", "sums", "kl", "twin"]
 
 
 def test_each_environment_gets_the_advantages_and_losses_of_a_separate_run():
@@ -120,8 +121,8 @@ def test_each_environment_gets_the_advantages_and_losses_of_a_separate_run():
     assert names == [OTHERS, "sums", "kl", "taught"]
     trained = {}
     for name in names:
-        environment = "digit_sort" if name == OTHERS else name
-        groups = [group for group in batch.groups if group.prompt.environment == environment]
+        environments = ("digit_sort", "twin") if name == OTHERS else (name,)
+        groups = [group for group in batch.groups if group.prompt.environment in environments]
         alone = algorithm_of(config_of(config, name), type(mixed.algorithms[name]))
         expected = alone.prepare(replace(batch, groups=groups))
         found = prepared.parts[name]

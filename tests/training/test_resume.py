@@ -175,6 +175,11 @@ REFUSED = {
         ("policy.megatron_cfg.freeze_moe_router=true",),
         "freeze_moe_router: cannot change from false to true",
     ),
+    "the optimizer": (
+        (),
+        ("policy.megatron_cfg.optimizer.type=muon",),
+        "optimizer.type: cannot change from adamw to muon",
+    ),
     "no checkpoints": (
         (),
         ("checkpointing.enabled=false",),

@@ -1,4 +1,4 @@
-"""``gdpo-nemo env list | check | new``: list environments, check an environment, or create a plugin package."""
+"""``gdpo-nemo env list | check | new | scan``: list, check, create or try environments."""
 
 from __future__ import annotations
 
@@ -76,6 +76,19 @@ def add(commands: Commands) -> None:
         "--dir", default=".", metavar="D", help="parent folder of the new package (default: %(default)s)"
     )
     action.set_defaults(command=new)
+    action = actions.add_parser("scan", help="try the installed packages of a library, and show their components")
+    action.add_argument("library", choices=("verifiers",), help="library of the packages")
+    action.add_argument(
+        "packages", nargs="*", metavar="PACKAGE", help="packages to try (default: all that require the library)"
+    )
+    action.add_argument(
+        "--venv", default="", metavar="DIR", help="virtual environment of the packages (default: that of this command)"
+    )
+    action.add_argument("--model", metavar="DIR", help="also play episodes with this model")
+    action.add_argument(
+        "--rows", type=int, default=2, metavar="N", help="number of tasks to play, twice each (default: %(default)s)"
+    )
+    action.set_defaults(command=scan)
 
 
 def list_all(arguments: argparse.Namespace) -> int:
@@ -150,6 +163,13 @@ def new(arguments: argparse.Namespace) -> int:
     folder = write_plugin(arguments.name, arguments.dir)
     say(f"{folder}: created an environment, a test and a config; see {folder / 'README.md'} for the next steps")
     return 0
+
+
+def scan(arguments: argparse.Namespace) -> int:
+    """Try packages of verifiers and print the result. The exit status is 1 if a package fails."""
+    from gdpo_nemo.commands.env.scan import scan
+
+    return scan(arguments)
 
 
 def _read_arguments(

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
-from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import verifiers
@@ -50,8 +50,12 @@ else:
 __all__ = ["ChatHarness"]
 
 _TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
-_NO_ROOM = ("max_tokens: the policy has already used", "exceeds the context length")
-"""Parts of the endpoint's messages if a conversation has reached a limit."""
+_NO_BUDGET = "max_tokens: the policy has already used"
+"""Part of the endpoint's message if a conversation has used all of its turns or tokens."""
+_NO_ROOM = "exceeds the context length"
+"""Part of the endpoint's message if a prompt is too long."""
+_OVERFLOW = "maximum context length"
+"""Words by which the harnesses of verifiers recognize a full context, which they end or shorten."""
 _UNSCORED = ("setup_timeout", "finalize_timeout", "scoring_timeout")
 """Stop conditions of traces that have no error, but are not scored."""
 
@@ -65,6 +69,8 @@ class Record:
     """Token fields of the policy's replies, in order."""
     failure: str = ""
     """Failure of the latest model call."""
+    is_full: bool = False
+    """True if the prompt of the latest model call was too long."""
 
 
 _records: dict[str, Record] = {}
@@ -101,6 +107,8 @@ class ChatHarness(Harness[HarnessConfig]):
             while True:
                 reply = await client.post(f"{endpoint}/chat/completions", json=body)
                 if trace.stop_condition is not None:
+                    break
+                if _OVERFLOW in reply.text and reply.status_code == 400:
                     break
                 if reply.status_code != 200:
                     raise HarnessError(f"the model call failed: {reply.text[:200]}")
@@ -140,13 +148,19 @@ class PolicyClient(EvalClient):
         try:
             response = await super().get_response(dialect, body, sampling, session_id, **other)
         except ProviderError as error:
-            if record is not None and any(part in str(error) for part in _NO_ROOM):
+            if record is None:
+                raise
+            if _NO_ROOM in str(error):
+                record.is_full = True
+                raise ProviderError(f"{_OVERFLOW}: {error}", status_code=error.status_code) from error
+            if _NO_BUDGET in str(error):
                 record.trace.stop("max_total_tokens")  # as for a limit of verifiers: the episode is scored
-            elif record is not None:
+            else:
                 record.failure = str(error)
             raise
         if record is not None:
             record.failure = ""
+            record.is_full = False
             record.turns += _take_tokens(response.raw)
         return response
 
@@ -239,7 +253,7 @@ async def _start_forked(runtime: Any, command: list[str], env: dict[str, str], l
     visible = {name: value for name, value in os.environ.items() if "API_KEY" not in name.upper()}
     mine, theirs = _forks.Pipe(duplex=False)
     arguments = (command[2], {**visible, **runtime.process_env(env)}, str(runtime.workdir), log, theirs)
-    process = _forks.Process(target=run_module, args=arguments, daemon=True)
+    process = _forks.Process(target=run_module, args=arguments)
     await asyncio.to_thread(process.start)
     try:
         theirs.close()
@@ -297,7 +311,8 @@ class Adapter:
 
     def rows(self, split: str, size: int | None, seed: int, choice: dict[str, Any]) -> list[dict[str, Any]]:
         """Return tasks as rows. ``choice`` is a ``SelectConfig`` of verifiers, which has no splits."""
-        view = self._env.taskset.select(SelectConfig.model_validate({"seed": seed, "limit": size, **choice}))
+        limit = {} if size is None else {"limit": size}
+        view = self._env.taskset.select(SelectConfig.model_validate({"seed": seed, **choice, **limit}))
         if not view.bounded:
             raise ValueError(f"the task set is infinite; set data.{split}.size")
         return [_row(task) for task in view]
@@ -392,9 +407,8 @@ def _with_defaults(config: Any, package: str) -> Any:
 
 def _is_keyed(function: Callable[..., Any]) -> bool:
     """Return whether a reward function is annotated to return rewards by name."""
-    annotation = get_type_hints(function).get("return")
-    kind: Any = get_origin(annotation) or annotation
-    return isinstance(kind, type) and issubclass(kind, Mapping)
+    annotation = str(inspect.signature(function).return_annotation)
+    return "dict" in annotation.lower() or "Mapping" in annotation
 
 
 def _row(task: Any) -> dict[str, Any]:
@@ -424,7 +438,7 @@ def _result(episode: Any) -> dict[str, Any]:
         "rewards": {name: _none_if_nan(reward) for name, reward in trace.rewards.items()},
         "metrics": {name: value for name, value in trace.metrics.items() if value is not None},
         "error": _error_of(trace, record),
-        "incomplete": trace.is_truncated or trace.stop_condition == "agent_timeout",
+        "incomplete": trace.is_truncated or record.is_full or trace.stop_condition == "agent_timeout",
     }
 
 

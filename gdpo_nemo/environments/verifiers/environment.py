@@ -104,7 +104,8 @@ class Verifiers(Environment):
         if not rows:
             raise ConfigError(f"{self._options.package}: no tasks for the split {split}; check select.{split}")
         self._check_splits(split, {str(row["id"]) for row in rows})
-        return rows
+        # Rows of several packages may be mixed, but ids must be unique.
+        return [{**row, "id": f"{self._options.package}/{row['id']}"} for row in rows]
 
     def preflight(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
         """Load the package and set the names of the components.
@@ -174,7 +175,7 @@ class Verifiers(Environment):
     def _started(self) -> WorkerProcess:
         """Return the worker. Start it, again if it has ended."""
         chosen = self._options
-        python = _interpreter(chosen.venv)
+        python = interpreter(chosen.venv)
         settings = {name: getattr(chosen, name) for name in ("package", "args", "concurrency", "deadline_s")}
         with self._lock:
             if self._worker is not None and not self._worker.alive:
@@ -248,7 +249,7 @@ class Verifiers(Environment):
         return Played({"output": episode["turns"], "incomplete_details": details}, rewards, metrics)
 
 
-def _interpreter(venv: str) -> Path:
+def interpreter(venv: str) -> Path:
     """Return the Python interpreter of a virtual environment, or that of the run if ``venv`` is empty."""
     python = Path(venv).expanduser().absolute() / "bin" / "python" if venv else Path(sys.executable)
     if not python.exists():

@@ -144,7 +144,7 @@ def load_adapter(package: str, args: dict[str, Any]) -> Any:
         raise ImportError(f"no module {name!r} in {sys.prefix} with verifiers {version}; install the package there")
     try:
         is_legacy = hasattr(importlib.import_module(module), "load_environment")
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:  # AttributeError: the other API
         raise ImportError(f"{error} (verifiers {version})") from error
     if not is_legacy and not version.startswith("0.4."):
         raise ImportError(f"a package without load_environment requires verifiers 0.4, found {version}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
-from gdpo_nemo.config.allowed_values import OPTIMIZER_DTYPES
+from gdpo_nemo.config.allowed_values import MUON_KEYS, OPTIMIZER_DTYPES
 from gdpo_nemo.models.architectures import last_name
 from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.tools.interop.nemo_rl import algorithms
@@ -337,7 +337,11 @@ def _dtype(value: Any) -> str:
 def _sets_dtypes(recipe: Recipe) -> bool:
     """Return whether the optimizer's data types have an effect, here also that they are supported."""
     offloaded = recipe.get(f"{_MEGATRON}.optimizer.optimizer_cpu_offload")
-    return bool(recipe.get(_PRECISION_AWARE)) and not offloaded
+    return bool(recipe.get(_PRECISION_AWARE)) and not offloaded and not recipe.uses_muon
+
+
+def _of_muon(act: Act) -> Act:
+    return where(lambda recipe: recipe.uses_muon, act, idle("no effect: the optimizer is not muon"))
 
 
 MEGATRON = _lora_rules(f"{_MEGATRON}.peft") + expanded(variable_rules(_MEGATRON), wrap=_of_megatron) + expanded([
@@ -371,9 +375,12 @@ MEGATRON = _lora_rules(f"{_MEGATRON}.peft") + expanded(variable_rules(_MEGATRON)
     ("freeze_*", _of_megatron(missing("only text models are supported"))),
     ("*_fusion *linear_ce_fusion* use_fused_* fused_*", idle("selects a fused kernel with the same result")),
     ("defer_fp32_logits", idle("log-probs are always computed in float32, from chunks of logits")),
-    ("optimizer.optimizer", _of_megatron(fixed("adam", "AdamW"))),
+    ("optimizer.optimizer", _of_megatron(where(
+        lambda r: r.uses_muon, to(f"{_MEGATRON}.optimizer.type", lambda value: "muon"), fixed("adam", "AdamW")))),
     *((f"optimizer.{name}", _of_megatron(to(f"{_MEGATRON}.optimizer.{name}"))) for name in _OPTIMIZER),
-    ("optimizer.use_distributed_optimizer", _of_megatron(to(f"{_MEGATRON}.use_distributed_optimizer"))),
+    ("optimizer.use_distributed_optimizer optimizer.use_layer_wise_distributed_optimizer", _of_megatron(where(
+        lambda r: r.uses_muon, idle("the state of Muon is not sharded, which affects only memory"),
+        to(f"{_MEGATRON}.use_distributed_optimizer")))),
     ("optimizer.bf16", _of_megatron(fixed(lambda r: r.get("policy.precision") == "bfloat16",
     "determined by policy.precision"))),
     ("optimizer.fp16", _of_megatron(fixed(False, "float16 is not supported"))),
@@ -388,7 +395,9 @@ MEGATRON = _lora_rules(f"{_MEGATRON}.peft") + expanded(variable_rules(_MEGATRON)
     ("optimizer.optimizer_cpu_offload", _of_megatron(to(f"{_MEGATRON}.optimizer.offload"))),
     ("optimizer.*offload*", idle("the optimizer is offloaded to the host completely or not at all")),
     ("optimizer.overlap_cpu_optimizer_d2h_h2d", idle("affects only speed")),
-    ("optimizer.muon_*", gated(f"{_MEGATRON}.optimizer.use_muon", missing("only AdamW is supported"))),
+    *((f"optimizer.{name}", _of_megatron(_of_muon(to(f"{_MEGATRON}.optimizer.{name}")))) for name in MUON_KEYS),
+    ("optimizer.muon_scalar_optimizer", _of_megatron(_of_muon(fixed("adam", "AdamW updates other parameters")))),
+    ("optimizer.muon_*", _of_megatron(_of_muon(missing("this setting of Muon is not supported")))),
     ("scheduler.*weight_decay", _of_megatron(fixed(
         lambda r: r.get(f"{_MEGATRON}.optimizer.weight_decay"),
             "weight decay is constant; the optimizer settings define it"))),

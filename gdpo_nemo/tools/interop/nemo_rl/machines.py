@@ -86,6 +86,9 @@ def _switches(recipe: Recipe, findings: Findings) -> None:
         if recipe.get("policy.max_grad_norm") is not None:
             findings.set(f"{_MEGATRON}.optimizer.clip_grad", recipe.get("policy.max_grad_norm"), "max_grad_norm")
         return
+    for key, default in (("muon_tp_mode", "blockwise"), ("muon_fp32_matmul_prec", "medium")):
+        if recipe.uses_muon and recipe.get(f"{_MEGATRON}.optimizer.{key}") is None:
+            findings.set(f"{_MEGATRON}.optimizer.{key}", default, "default of Megatron-core")
     section = f"{_MEGATRON}.distributed_data_parallel_config"
     if recipe.get(f"{section}.overlap_grad_reduce"):
         findings.set(f"{_MEGATRON}.overlap_grad_reduce", True, "overlap_grad_reduce")

@@ -237,13 +237,19 @@ class Recipe:
         return 0
 
     @property
+    def uses_muon(self) -> bool:
+        """True if Muon updates the weight matrices."""
+        name = self.get("policy.megatron_cfg.optimizer.optimizer")
+        return bool(self.megatron) and name in ("muon", "dist_muon")
+
+    @property
     def gathers_ahead(self) -> bool:
         """True if Megatron overlaps parameter gathering with computation, which requires two other settings."""
         section = "policy.megatron_cfg"
         switches = (f"{section}.distributed_data_parallel_config.overlap_grad_reduce",
                     f"{section}.distributed_data_parallel_config.overlap_param_gather",
                     f"{section}.optimizer.use_distributed_optimizer")  # fmt: skip
-        return all(self.get(switch) for switch in switches)
+        return not self.uses_muon and all(self.get(switch) for switch in switches)
 
     @property
     def held_out(self) -> float | int:
