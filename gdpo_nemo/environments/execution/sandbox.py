@@ -345,7 +345,7 @@ def _readable_paths() -> list[str]:
 
 
 def _map_users(reports: int) -> None:
-    """Map root and ``NOBODY`` to themselves in the user namespace of the process that a sandbox reports.
+    """Map the users 0 and 65534 to themselves in the user namespace of the process that a sandbox reports.
 
     The sandbox fails with its own message if it ends before or if the users cannot be mapped.
     """

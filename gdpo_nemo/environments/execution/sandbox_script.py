@@ -80,8 +80,8 @@ def _main() -> None:
 def _start_runs(job: Mapping[str, Any], settings: Mapping[str, Any], null: int) -> int:
     """Start a process for each input, one after the other, and report each run to ``sandbox.py``.
 
-    The calling process is the first one of its process namespace and executes nothing of a program. It exits if nobody
-    reads its output any longer. The kernel ends all processes of the namespace together with it, so no program outlives
+    The calling process is the first one of its process namespace and executes nothing of a program. It exits when
+    the reader of its output has ended. The kernel ends all processes of the namespace together with it, so no program outlives
     the sandbox, whatever it does with its signals.
 
     Returns:
@@ -209,7 +209,7 @@ def _isolate(readable: Sequence[str], maps: tuple[int, int] | None) -> None:
     """Continue in a new process in new namespaces. The calling process waits for this process and exits with it.
 
     Args:
-        maps: file descriptors to report this process to ``sandbox.py`` and to wait for it, or None to map user ids here.
+        maps: file descriptors to report this process to ``sandbox.py`` and to wait for it. If None, map the ids here.
     """
     user, group = os.getuid(), os.getgid()
     _call("unshare", 0x7C020000)  # CLONE_NEWUSER | NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS
