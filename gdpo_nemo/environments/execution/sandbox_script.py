@@ -81,8 +81,8 @@ def _start_runs(job: Mapping[str, Any], settings: Mapping[str, Any], null: int) 
     """Start a process for each input, one after the other, and report each run to ``sandbox.py``.
 
     The calling process is the first one of its process namespace and executes nothing of a program. It exits when
-    the reader of its output has ended. The kernel ends all processes of the namespace together with it, so no program outlives
-    the sandbox, whatever it does with its signals.
+    the reader of its output has ended. The kernel ends all processes of the namespace together with it, so no program
+    outlives the sandbox, whatever it does with its signals.
 
     Returns:
         In the process of a run: the file descriptor to report the letters i (isolated) and c (compiled). The calling
