@@ -1,5 +1,8 @@
 """Sandbox for Python programs written by a model: Linux namespaces, resource limits and a seccomp filter.
 
+bubblewrap creates the namespaces if it is installed, and otherwise ``sandbox_script.py``. The limits, the filter and
+everything that a program can observe are the same.
+
 A program that is tested with assertions and the assertions run in two sandboxes, which exchange plain data (JSON).
 Therefore the program cannot change the test, its result or the compared values. ``sandbox_script.py`` runs in the
 sandbox and isolates itself.
@@ -14,6 +17,7 @@ Isolation of a program:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -26,11 +30,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from gdpo_nemo.environments.execution import sandbox_script
 from gdpo_nemo.environments.execution.sandbox_script import NOBODY, TMP_BYTES
 
+MECHANISMS = ("bubblewrap", "namespaces")
+"""Programs or calls that create the namespaces, the preferred one first."""
 _ERROR_BYTES = 4096
 _END_S = 10.0
 """Maximum time in seconds that the kernel may need to end a killed sandbox."""
@@ -75,73 +82,100 @@ class Run:
     """CPU time in seconds, without the start of Python."""
 
 
-def run_inputs(source: str, inputs: Sequence[str], limits: Limits) -> list[Run]:
-    """Run a program once for each text as standard input, each time in a new process with an empty ``/tmp``.
+class Runner(Protocol):
+    """Machine that runs programs: this one (``LocalRunner``) or another one (``remote_sandbox.py``)."""
 
-    Returns:
-        The runs in order. There are fewer runs than inputs if a run was stopped, the source is not valid Python, or the
-        total CPU time was spent.
+    def run_inputs(self, source: str, inputs: Sequence[str], limits: Limits) -> list[Run]:
+        """Run a program once for each text as standard input, each time in a new process with an empty ``/tmp``.
 
-    Raises:
-        SandboxError: also if the runs do not end within the wall time.
-    """
-    process = _Process({"mode": "run", "source": source, "inputs": list(inputs)}, limits)
-    _wait([process], limits)
-    return process.runs()
+        Returns:
+            The runs in order. There are fewer runs than inputs if a run was stopped, the source is not valid Python, or
+            the total CPU time was spent.
+
+        Raises:
+            SandboxError: also if the runs do not end within the wall time.
+        """
+
+    def run_tests(
+        self, source: str, setup: str, tests: Sequence[str], names: Sequence[str] | None, limits: Limits
+    ) -> tuple[Run, list[bool]]:
+        """Execute the statements of each test on a program. Return the program's run and whether each test passed.
+
+        Args:
+            setup: code to execute before the tests.
+            names: names that the tests take from the program. If None, the tests take the names that they do not
+                define.
+
+        Raises:
+            SandboxError: also if the tests do not end within the wall time, if the setup or a test is not valid Python
+                or ends its process, or if the setup raises an exception without using the program.
+        """
 
 
-def run_tests(
-    source: str, setup: str, tests: Sequence[str], names: Sequence[str] | None, limits: Limits
-) -> tuple[Run, list[bool]]:
-    """Execute the statements of each test on a program. Return the program's run and whether each test passed.
+class LocalRunner(Runner):
+    """Runs programs on this machine.
 
     Args:
-        setup: code to execute before the tests.
-        names: names that the tests take from the program. If None, the tests take the names that they do not define.
+        wanted: ``auto`` or one of ``MECHANISMS``.
 
     Raises:
-        SandboxError: also if the tests do not end within the wall time, if the setup or a test is not valid Python or
-            ends its process, or if the setup raises an exception without using the program.
+        SandboxError: with the reasons if no wanted mechanism works here.
     """
-    (requests, to_program), (replies, to_tests) = os.pipe(), os.pipe()
-    processes: list[_Process] = []
-    try:
-        job = {"mode": "test", "setup": setup, "tests": list(tests), "names": names}
-        processes.append(_Process({"mode": "serve", "source": source}, limits, (requests, to_tests)))
-        processes.append(_Process(job, limits, (replies, to_program)))
-    finally:
-        for fd in (requests, to_program, replies, to_tests):
-            os.close(fd)
-        if len(processes) == 1:
-            processes[0].kill()
-    _wait(processes, limits)
-    [program], [tester] = (process.runs() for process in processes)
-    if tester.stopped:
-        return program, [False] * len(tests)
-    try:
-        result = json.loads(tester.output)
-    except (ValueError, RecursionError):
-        result = None
-    if isinstance(result, str):
-        raise SandboxError(result)
-    if not isinstance(result, list) or len(result) != len(tests):  # rows are not trusted
-        raise SandboxError("the tests of the row end their process")
-    return program, [passed is True for passed in result]
+
+    def __init__(self, wanted: str = "auto"):
+        self.mechanism = mechanism(wanted)
+
+    def run_inputs(self, source: str, inputs: Sequence[str], limits: Limits) -> list[Run]:  # noqa: D102
+        process = _Process(self.mechanism, {"mode": "run", "source": source, "inputs": list(inputs)}, limits)
+        _wait([process], limits)
+        return process.runs()
+
+    def run_tests(  # noqa: D102
+        self, source: str, setup: str, tests: Sequence[str], names: Sequence[str] | None, limits: Limits
+    ) -> tuple[Run, list[bool]]:
+        (requests, to_program), (replies, to_tests) = os.pipe(), os.pipe()
+        processes: list[_Process] = []
+        try:
+            job = {"mode": "test", "setup": setup, "tests": list(tests), "names": names}
+            program_job = {"mode": "serve", "source": source}
+            processes.append(_Process(self.mechanism, program_job, limits, (requests, to_tests)))
+            processes.append(_Process(self.mechanism, job, limits, (replies, to_program)))
+        finally:
+            for fd in (requests, to_program, replies, to_tests):
+                os.close(fd)
+            if len(processes) == 1:
+                processes[0].kill()
+        _wait(processes, limits)
+        [program], [tester] = (process.runs() for process in processes)
+        if tester.stopped:
+            return program, [False] * len(tests)
+        try:
+            result = json.loads(tester.output)
+        except (ValueError, RecursionError):
+            result = None
+        if isinstance(result, str):
+            raise SandboxError(result)
+        if not isinstance(result, list) or len(result) != len(tests):  # rows are not trusted
+            raise SandboxError("the tests of the row end their process")
+        return program, [passed is True for passed in result]
 
 
 @cache
-def mechanism() -> str:
-    """Return the mechanism that can run a program here: ``bubblewrap`` or ``namespaces``.
+def mechanism(wanted: str = "auto") -> str:
+    """Return the first mechanism that can run a program here.
 
-    Raises SandboxError with the reasons if neither can.
+    Args:
+        wanted: ``auto`` or one of ``MECHANISMS``.
+
+    Raises:
+        SandboxError: with the reasons if there is none.
     """
     reasons = []
-    # For root, bubblewrap maps the program to root, who may start any number of threads.
-    candidates = ["bubblewrap", "namespaces"] if shutil.which("bwrap") and os.getuid() else ["namespaces"]
-    for candidate in candidates:
+    limits = Limits(10.0, 60.0)
+    for candidate in MECHANISMS if wanted == "auto" else (wanted,):
         try:
-            process = _Process({"mode": "run", "source": ""}, Limits(10.0, 60.0), mechanism=candidate)
-            _wait([process], Limits(10.0, 60.0))
+            process = _Process(candidate, {"mode": "run", "source": ""}, limits)
+            _wait([process], limits)
             if process.runs()[0].succeeded:
                 return candidate
             reasons.append(f"{candidate}: the probe did not end normally")
@@ -158,39 +192,40 @@ class _Process:
         pipes: file descriptors for reading from and writing to the other sandbox, or None.
     """
 
-    def __init__(
-        self,
-        job: Mapping[str, Any],
-        limits: Limits,
-        pipes: tuple[int, int] | None = None,
-        mechanism: str | None = None,
-    ):
+    def __init__(self, mechanism: str, job: Mapping[str, Any], limits: Limits, pipes: tuple[int, int] | None = None):
         self._output = b""
         self._errors = b""
+        (reports, report), (waits, release) = os.pipe(), os.pipe()
         job_file = sandbox_script.sealed(json.dumps(job).encode())
+        # The kernel does not limit the threads of root, so programs of root run as another user. Only a process outside
+        # the user namespace may map two users.
+        maps = None if os.getuid() else (report, waits)
+        settings = {
+            "cpu_s": math.ceil(limits.cpu_s),
+            "total_cpu_s": limits.total_cpu_s,
+            "memory_bytes": limits.memory_bytes,
+            "output_bytes": limits.output_bytes,
+            "readable": _readable_paths() if mechanism == "namespaces" else None,
+            "job": job_file,
+            "pipes": pipes,
+            "maps": maps,
+        }
         try:
-            chosen = mechanism or globals()["mechanism"]()
-            settings = {
-                "cpu_s": math.ceil(limits.cpu_s),
-                "total_cpu_s": limits.total_cpu_s,
-                "memory_bytes": limits.memory_bytes,
-                "output_bytes": limits.output_bytes,
-                "readable": _readable_paths() if chosen == "namespaces" else None,
-                "job": job_file,
-                "pipes": pipes,
-                "parent": os.getpid(),
-            }
             self._popen = subprocess.Popen(
-                [*_prefix(chosen), *_python(), json.dumps(settings)],
+                [*_prefix(mechanism, maps), *_python(), json.dumps(settings)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=(job_file, *(pipes or ())),
+                pass_fds=(job_file, *(pipes or ()), *(maps or ())),
                 env=_environment(),
                 cwd="/",
             )
+            os.close(report)
+            if maps:
+                _map_users(reports)
         finally:
-            os.close(job_file)
+            for fd in (job_file, reports, waits, release):
+                os.close(fd)
         self._pidfd = os.pidfd_open(self._popen.pid)
 
     def register(self, selector: selectors.BaseSelector) -> None:
@@ -309,26 +344,42 @@ def _readable_paths() -> list[str]:
     return links + [folder for folder in folders if not folder.startswith(parents)]
 
 
-def _prefix(mechanism: str) -> list[str]:
+def _map_users(reports: int) -> None:
+    """Map the users 0 and 65534 to themselves in the user namespace of the process that a sandbox reports.
+
+    The sandbox fails with its own message if it ends before or if the users cannot be mapped.
+    """
+    text = b""
+    while b"}" not in text and (chunk := os.read(reports, 4096)):
+        text += chunk
+    if b"}" not in text:
+        return
+    pid = json.loads(text)["child-pid"]
+    for name in ("uid_map", "gid_map"):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/{name}", "w", encoding="ascii") as file:
+            file.write(f"0 0 1\n{NOBODY} {NOBODY} 1")
+
+
+def _prefix(mechanism: str, maps: tuple[int, int] | None) -> list[str]:
     """Return the command that runs the script in the sandbox, without the script's own arguments."""
     if mechanism == "namespaces":
         return []
-    command = [
-        shutil.which("bwrap") or "bwrap",
-        "--unshare-all",
-        "--as-pid-1",
-        "--die-with-parent",
-        "--new-session",
-        "--clearenv",
-    ]
-    command += ["--uid", str(NOBODY), "--gid", str(NOBODY)]
+    program = shutil.which("bwrap")
+    if program is None:
+        raise SandboxError("bwrap is not installed")
     # Without --as-pid-1, bubblewrap does not wait for the program, and its CPU time is unknown.
+    command = [program, "--unshare-all", "--unshare-user", "--as-pid-1", "--new-session", "--die-with-parent"]
+    command += ["--cap-add", "ALL"]  # until the script gives them up
+    if maps:
+        command += ["--info-fd", str(maps[0]), "--userns-block-fd", str(maps[1])]
+    else:
+        command += ["--uid", str(NOBODY), "--gid", str(NOBODY)]
     # /tmp is mounted first, because Python may be installed below it.
-    command += ["--size", str(TMP_BYTES), "--tmpfs", "/tmp"]
+    command += ["--perms", "1777", "--size", str(TMP_BYTES), "--tmpfs", "/tmp"]
     for path in _readable_paths():
+        for parent in list(Path(path).parents)[-2::-1]:  # bubblewrap would copy the mode of a home folder
+            command += ["--dir", str(parent)]
         command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
     for path in (_python()[0], os.path.abspath(sandbox_script.__file__)):
         command += ["--ro-bind", path, path]
-    for name, value in _environment().items():
-        command += ["--setenv", name, value]
     return [*command, "--remount-ro", "/", "--chdir", "/tmp", "--"]

@@ -16,7 +16,7 @@ import operator
 import os
 import platform
 import resource
-import selectors
+import select
 import signal
 import sys
 import types
@@ -33,6 +33,8 @@ MAX_TOTAL_OUTPUT = 64
 _MAX_MESSAGE_BYTES = 2**24
 _MAX_FILES = 64
 _MAX_THREADS = 64
+_QUIET = 0x6
+"""Flags MS_NOSUID and MS_NODEV of ``mount``."""
 
 
 class IsolationError(Exception):
@@ -41,9 +43,12 @@ class IsolationError(Exception):
 
 def _main() -> None:
     settings = json.loads(sys.argv[1])
-    null = os.open(os.devnull, os.O_RDWR) if os.path.exists(os.devnull) else os.open("/tmp", os.O_TMPFILE | os.O_RDWR)
+    null = os.dup(0)  # /dev/null, opened outside for reading and writing
+    # The kernel does not deliver signals from the namespace to its first process, except those with a handler.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if settings["readable"]:
-        _isolate(settings["parent"], settings["readable"])
+        _isolate(settings["readable"], settings["maps"])
+    _drop_privileges(settings["maps"] is not None)
     with open(settings["job"], encoding="utf-8") as file:
         job = json.load(file)
     state = _start_runs(job, settings, null)
@@ -75,8 +80,9 @@ def _main() -> None:
 def _start_runs(job: Mapping[str, Any], settings: Mapping[str, Any], null: int) -> int:
     """Start a process for each input, one after the other, and report each run to ``sandbox.py``.
 
-    The calling process is the first one of its process namespace and executes nothing of a program. The kernel ends all
-    processes of the namespace together with it, so no program outlives the sandbox, whatever it does with its signals.
+    The calling process is the first one of its process namespace and executes nothing of a program. It exits when
+    the reader of its output has ended. The kernel ends all processes of the namespace together with it, so no program
+    outlives the sandbox, whatever it does with its signals.
 
     Returns:
         In the process of a run: the file descriptor to report the letters i (isolated) and c (compiled). The calling
@@ -93,7 +99,7 @@ def _start_runs(job: Mapping[str, Any], settings: Mapping[str, Any], null: int) 
             return state
         _close_except(0, 1, 2, null, state_reader, output_reader)
         left = min(most, MAX_TOTAL_OUTPUT * most - written)
-        output = _read_at_most(output_reader, left + 1)
+        output = _read_output(child, output_reader, left + 1)
         stopped = "output" if len(output) > left else ""
         if stopped:
             os.kill(child, signal.SIGKILL)
@@ -113,11 +119,24 @@ def _start_runs(job: Mapping[str, Any], settings: Mapping[str, Any], null: int) 
     os._exit(0)
 
 
-def _read_at_most(fd: int, count: int) -> bytes:
-    """Read until the end of a pipe or until ``count`` bytes have been read."""
+def _read_output(child: int, reader: int, count: int) -> bytes:
+    """Read what a run prints until it ends or has printed ``count`` bytes."""
+    ended = os.pidfd_open(child)
+    poll = select.poll()
+    for fd, events in ((1, 0), (reader, select.POLLIN), (ended, select.POLLIN)):
+        poll.register(fd, events)
     content = b""
-    while len(content) < count and (chunk := os.read(fd, count - len(content))):
-        content += chunk
+    while len(content) < count:
+        ready = dict(poll.poll())
+        if 1 in ready:  # the reader of this pipe has ended
+            os._exit(1)
+        if reader in ready:
+            chunk = os.read(reader, count - len(content))
+            content += chunk
+            if not chunk:
+                poll.unregister(reader)
+        elif ended in ready:
+            break
     return content
 
 
@@ -186,59 +205,27 @@ def _converted(argument: Any) -> Any:
     return os.fsencode(argument) if isinstance(argument, str) else argument
 
 
-def _isolate(parent: int, readable: Sequence[str]) -> None:
-    """Continue in a new process in new namespaces. The calling process waits for this process and exits with it."""
-    fork_reader, fork_writer = os.pipe()
-    mapper = os.fork()
-    if mapper == 0:
-        os.close(fork_writer)
-        if os.read(fork_reader, 1):  # empty if the calling process has died
-            _write_id_maps(os.getppid())
-        os._exit(0)
-    namespaces = (
-        os.CLONE_NEWUSER | os.CLONE_NEWNS | os.CLONE_NEWPID | os.CLONE_NEWNET | os.CLONE_NEWIPC | os.CLONE_NEWUTS
-    )
-    try:
-        os.unshare(namespaces)
-    except OSError as error:
-        raise IsolationError(f"unshare: {error.strerror}") from None
-    os.write(fork_writer, b"x")
-    if os.waitpid(mapper, 0)[1]:
-        raise IsolationError("the user ids of the namespace could not be set")
-    root = os.getuid() == 0 and _maps_nobody()
-    _call("prctl", 1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(1)
-    alive_reader, alive_writer = os.pipe()
+def _isolate(readable: Sequence[str], maps: tuple[int, int] | None) -> None:
+    """Continue in a new process in new namespaces. The calling process waits for this process and exits with it.
+
+    Args:
+        maps: file descriptors to report this process to ``sandbox.py`` and to wait for it. If None, map the ids here.
+    """
+    user, group = os.getuid(), os.getgid()
+    _call("unshare", 0x7C020000)  # CLONE_NEWUSER | NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS
+    if maps:
+        os.write(maps[0], json.dumps({"child-pid": os.getpid()}).encode())
+        os.read(maps[1], 1)
+    else:
+        _write("/proc/self/setgroups", "deny")
+        _write("/proc/self/uid_map", f"{NOBODY} {user} 1")
+        _write("/proc/self/gid_map", f"{NOBODY} {group} 1")
     child = os.fork()
     if child:
-        os.close(alive_reader)
-        _close_except(2, alive_writer)
+        _close_except(2)
         os._exit(bool(os.waitpid(child, 0)[1]))
-    os.close(alive_writer)
     os.setsid()  # kill(0, ...) must not reach the process outside
     _mount(readable)
-    if root:
-        # The kernel does not limit the number of threads of root.
-        os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
-    _call("capset", (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
-    _call("prctl", 1, signal.SIGKILL, 0, 0, 0)
-    with selectors.DefaultSelector() as selector:  # the parent may have died before prctl
-        selector.register(alive_reader, selectors.EVENT_READ)
-        if selector.select(0):
-            os._exit(1)
-
-
-def _write_id_maps(pid: int) -> None:
-    """Map the user ids of a process in a new user namespace: its id to root, and 65534 to itself for root."""
-    user, group = os.getuid(), os.getgid()
-    if user:
-        _write(f"/proc/{pid}/setgroups", "deny")
-    extra = f"\n{NOBODY} {NOBODY} 1" if user == 0 else ""
-    _write(f"/proc/{pid}/uid_map", f"0 {user} 1{extra}")
-    _write(f"/proc/{pid}/gid_map", f"0 {group} 1{extra}")
 
 
 def _write(path: str, text: str) -> None:
@@ -246,25 +233,27 @@ def _write(path: str, text: str) -> None:
         file.write(text)
 
 
-def _maps_nobody() -> bool:
-    with open("/proc/self/uid_map", encoding="ascii") as file:
-        return str(NOBODY) in file.read()
+def _drop_privileges(from_root: bool) -> None:
+    """Limit ``/tmp``, and give up the capabilities and the user id that the isolation needed."""
+    _call("sethostname", "sandbox", 7)
+    _call("mount", "none", "/tmp", None, _QUIET | 0x28, "nr_inodes=1024")  # MS_REMOUNT | MS_NOEXEC
+    if from_root:  # fails if sandbox.py could not map the users
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    _call("capset", (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
 
 
 def _mount(readable: Sequence[str]) -> None:
     """Replace the root of the file system by an empty one with the readable folders and ``/tmp``."""
-    bind_recursively, private_recursively, quiet = (
-        0x5000,
-        0x44000,
-        0x6,
-    )  # MS_BIND|MS_REC, MS_PRIVATE|MS_REC, NOSUID|NODEV
+    bind_recursively, private_recursively = 0x5000, 0x44000  # MS_BIND | MS_REC, MS_PRIVATE | MS_REC
     system_call = {"pivot_root": {"x86_64": 155, "aarch64": 41}[platform.machine()], "mount_setattr": 442}
     root = "/proc"  # an existing folder that contains none of the readable folders
     _call("mount", "none", "/", None, private_recursively, None)
-    _call("mount", "tmpfs", root, "tmpfs", quiet, "size=1m,nr_inodes=4096,mode=755")
+    _call("mount", "tmpfs", root, "tmpfs", _QUIET, "size=1m,nr_inodes=4096,mode=755")
+    os.umask(0o022)
     os.mkdir(f"{root}/tmp")  # before the readable folders, because Python may be installed below /tmp
-    options = f"size={TMP_BYTES},nr_inodes=1024,mode=1777"
-    _call("mount", "tmpfs", f"{root}/tmp", "tmpfs", quiet | 0x8, options)  # NOEXEC
+    _call("mount", "tmpfs", f"{root}/tmp", "tmpfs", _QUIET, f"size={TMP_BYTES},mode=1777")
     for path in readable:
         if os.path.islink(path):
             os.symlink(os.readlink(path), root + path)
@@ -316,7 +305,6 @@ _REFUSED_CALLS = {
     "431 432 442 425 438",
 }
 _CLONE = {"x86_64": 56, "aarch64": 220}
-_PRCTL = {"x86_64": 157, "aarch64": 167}
 _PRLIMIT = {"x86_64": 302, "aarch64": 261}
 _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
@@ -324,8 +312,7 @@ _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 def _seccomp_filter(machine: str) -> bytes:
     """Return the seccomp filter as BPF instructions.
 
-    Threads may be started, processes may not. A program cannot change the signal that it gets when its parent dies, or
-    the limits of another process.
+    Threads may be started, processes may not. A program cannot change the limits of another process.
     """
     load, equal, at_least, any_bit, end = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, refuse, unknown, kill = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000  # EPERM, ENOSYS
@@ -338,10 +325,8 @@ def _seccomp_filter(machine: str) -> bytes:
     for number in map(int, _REFUSED_CALLS[machine].split()):
         code += [instruction(equal, number, 0, 1), instruction(end, refuse)]
     code += [instruction(equal, 435, 0, 1), instruction(end, unknown)]  # clone3: the C library then calls clone
-    for number, wanted, if_equal in ((_PRCTL[machine], 1, refuse), (_PRLIMIT[machine], 0, allow)):  # PR_SET_PDEATHSIG
-        other = allow if if_equal == refuse else refuse
-        code += [instruction(equal, number, 0, 4), instruction(load, 16)]
-        code += [instruction(equal, wanted, 0, 1), instruction(end, if_equal), instruction(end, other)]
+    code += [instruction(equal, _PRLIMIT[machine], 0, 4), instruction(load, 16)]
+    code += [instruction(equal, 0, 1), instruction(end, refuse), instruction(end, allow)]  # 0 is the process itself
     code += [instruction(equal, _CLONE[machine], 0, 3), instruction(load, 16)]
     code += [instruction(any_bit, 0x10000, 1), instruction(end, refuse), instruction(end, allow)]  # CLONE_THREAD
     return b"".join(code)

@@ -52,6 +52,7 @@ class Code(Environment):
             tried, and the remaining tests are not passed.
         memory_mb (1024): memory limit in MiB.
         fast_s (1): see ``time``.
+        sandbox (auto): ``bubblewrap`` or ``namespaces`` to require a mechanism. ``auto`` uses bubblewrap if it works.
 
     Raises:
         ConfigError: if an option is invalid, or the machine cannot run the sandbox.
@@ -67,11 +68,15 @@ class Code(Environment):
     )
 
     def __init__(self, options: Mapping[str, Any] | None = None):
-        chosen = read_options("code", options, time_limit_s=4.0, sample_limit_s=20.0, memory_mb=1024, fast_s=1.0)
+        chosen = read_options(
+            "code", options, time_limit_s=4.0, sample_limit_s=20.0, memory_mb=1024, fast_s=1.0, sandbox="auto"
+        )
         if not 0 < chosen.fast_s < chosen.time_limit_s <= chosen.sample_limit_s:
             raise ConfigError(
                 "time_limit_s: must be greater than fast_s and at most sample_limit_s, and fast_s above 0"
             )
+        if chosen.sandbox not in ("auto", *sandbox.MECHANISMS):
+            raise ConfigError(f"sandbox: must be auto, bubblewrap or namespaces ({chosen.sandbox})")
         if chosen.memory_mb < 64:
             raise ConfigError(f"memory_mb: must be at least 64 ({chosen.memory_mb})")
         self._fast_s = float(chosen.fast_s)
@@ -82,7 +87,7 @@ class Code(Environment):
             total_cpu_s=max(chosen.time_limit_s, chosen.sample_limit_s / 2),
         )
         try:
-            sandbox.mechanism()
+            self._runner: sandbox.Runner = sandbox.LocalRunner(chosen.sandbox)
         except sandbox.SandboxError as error:
             raise ConfigError(
                 f"the sandbox for model-written programs cannot run on this machine ({error}); install bubblewrap, or "
@@ -124,12 +129,12 @@ class Code(Environment):
         return Verdict(rewards, extra={"stopped": stopped})
 
     def _run_tests(self, program: str, check: Mapping[str, Any]) -> tuple[list[sandbox.Run], list[bool]]:
-        run, passed = sandbox.run_tests(program, check["setup"], check["tests"], check["names"], self._limits)
+        run, passed = self._runner.run_tests(program, check["setup"], check["tests"], check["names"], self._limits)
         return [run], passed
 
     def _run_inputs(self, program: str, check: Mapping[str, Any]) -> tuple[list[sandbox.Run], list[bool]]:
         """Run the program on each input. Tests whose input was not tried are not passed."""
-        runs = sandbox.run_inputs(program, check["inputs"], self._limits)
+        runs = self._runner.run_inputs(program, check["inputs"], self._limits)
         passed = [False] * len(check["outputs"])
         for index, run in enumerate(runs):
             output = run.output.decode(errors="replace")
