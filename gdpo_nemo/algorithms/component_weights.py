@@ -53,6 +53,9 @@ class Constraint:
     """Change of the weight per step and unit of reward by which the mean misses the bound."""
     max_weight: float = 10.0
     """Largest absolute value of the weight."""
+    stop_after: int | None = None
+    """Number of consecutive steps in which the mean meets the bound, after which the weight is 0 for the rest of the
+    run. None: never."""
 
     def __post_init__(self) -> None:
         for name in ("at_least", "at_most", "lr", "max_weight"):
@@ -64,6 +67,8 @@ class Constraint:
         for name in ("lr", "max_weight"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.stop_after is not None and not (type(self.stop_after) is int and self.stop_after > 0):
+            raise ValueError(f"stop_after must be a positive number of steps, got {self.stop_after!r}")
 
     @property
     def kind(self) -> str:
@@ -79,6 +84,10 @@ class Constraint:
     def limits(self) -> tuple[float, float]:
         """Smallest and largest weight."""
         return (0.0, self.max_weight) if self.kind == "at_least" else (-self.max_weight, 0.0)
+
+    def is_met(self, mean: float) -> bool:
+        """Return True if the mean meets the bound."""
+        return mean >= self.bound if self.kind == "at_least" else mean <= self.bound
 
     def ascend(self, weight: float, mean: float) -> float:
         """Return the weight after a step of projected dual ascent."""
@@ -223,32 +232,44 @@ class Constraints(WeightingRule):
         self._constraints = {name: read_constraint(name, options) for name, options in constraints.items()}
         self.values = {name: rewards[name] for name in constraints}
         """Multiplier of each constraint, with the sign of its direction."""
+        self._met = dict.fromkeys(constraints, 0)
+        """Number of consecutive steps in which each constraint has been met."""
         self.metrics: dict[str, float] = {}
         """Metrics of the current step, which explain the weights."""
 
     def weights(self, batch: StepRewards) -> dict[str, float]:
         """Move the multipliers by the rewards of a step and return them.
 
-        A multiplier does not move in a step without a reward of its component.
+        A multiplier does not move in a step without a reward of its component. It is 0 after ``stop_after`` steps.
         """
         self.metrics = {}
         for name, constraint in self._constraints.items():
             given = batch.present(name)
-            if len(given):
-                self.values[name] = constraint.ascend(self.values[name], float(given.mean()))
+            if self._has_stopped(name):
+                self.values[name] = 0.0
+            elif len(given):
+                mean = float(given.mean())
+                self.values[name] = constraint.ascend(self.values[name], mean)
+                self._met[name] = self._met[name] + 1 if constraint.is_met(mean) else 0
             self.metrics[f"reward/{name}/{constraint.kind}"] = constraint.bound
             self.metrics[f"reward/{name}/samples"] = float(len(given))
         return dict(self.values)
 
+    def _has_stopped(self, name: str) -> bool:
+        limit = self._constraints[name].stop_after
+        return limit is not None and self._met[name] >= limit
+
     def state(self) -> dict[str, float]:
-        """Return the multipliers."""
-        return dict(self.values)
+        """Return the multipliers, and the number of steps in which each constraint with ``stop_after`` has been met."""
+        counts = {f"{name}/met": float(self._met[name]) for name, c in self._constraints.items() if c.stop_after}
+        return self.values | counts
 
     def load_state(self, state: Mapping[str, float]) -> None:
         """Restore the multipliers of the constraints that the run still has, within their current limits."""
         for name, constraint in self._constraints.items():
             if name in state:
                 self.values[name] = float(np.clip(state[name], *constraint.limits))
+            self._met[name] = int(state.get(f"{name}/met", 0))
 
 
 class ComponentWeights:

@@ -134,7 +134,9 @@ class GdpoConfig:
     constraints: dict[str, Any] = field(default_factory=dict)
     """Bounds on the mean of reward components over the batch: `{length: {at_least: 0.95}}`, or `at_most`. Each step
     moves the component's weight by `lr` (0.1) times the difference between bound and mean, from its weight in `rewards`
-    to at most `max_weight` (10) and at least 0. With `at_most`, the weight is from -`max_weight` to 0."""
+    to at most `max_weight` (10) and at least 0. With `at_most`, the weight is from -`max_weight` to 0. With
+    `stop_after: N`, the weight is 0 for the rest of the run after N consecutive steps in which the mean meets the
+    bound."""
     schedules: dict[str, Any] = field(default_factory=dict)
     """Weights of reward components by step, as lists of [step, weight]: `{format: [[50, 1.0], [100, 0.2]]}`. The weight
     is linear between the points, starts at step 1 with the weight in `rewards`, and is constant after the last

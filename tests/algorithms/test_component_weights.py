@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from gdpo_nemo.algorithms import compute_advantages
-from gdpo_nemo.algorithms.component_weights import ComponentWeights, describe_weights, directions
+from gdpo_nemo.algorithms.component_weights import ComponentWeights, describe_weights, directions, read_constraint
 from gdpo_nemo.config.changes import find_changes
 from gdpo_nemo.config.load import load_config, recorded
 from gdpo_nemo.config.validate import validate
@@ -161,3 +161,24 @@ def test_an_invalid_goal_is_refused_with_its_key(overrides, message):
     with pytest.raises(ConfigError) as error:
         validate(load_config(DEMO, overrides))
     assert message in str(error.value)
+
+
+def test_a_constraint_stops_after_the_given_steps_and_stays_stopped_after_a_resume():
+    limits = {"a": {"at_least": 0.5, "lr": 1.0, "stop_after": 2}}
+
+    def step(weights: ComponentWeights, number: int, mean: float) -> float:
+        weights.update(number, {"a": np.full(4, mean), "b": np.arange(4.0)})
+        return weights.values["a"]
+
+    weights = ComponentWeights({"a": 3.0, "b": 1.0}, limits, {})
+    assert step(weights, 1, 0.75) == 2.75
+    assert step(weights, 2, 0.25) == 3.0  # the bound is missed, so the count starts anew
+    assert step(weights, 3, 0.5) == 3.0
+    resumed = ComponentWeights({"a": 3.0, "b": 1.0}, limits, {})
+    resumed.load_state(weights.state())
+    for of_run in (weights, resumed):
+        assert step(of_run, 4, 1.0) == 2.5
+        assert [step(of_run, number, mean) for number, mean in ((5, 0.0), (6, 1.0))] == [0.0, 0.0]
+    assert resumed.state() == weights.state() == {"a": 0.0, "a/met": 2.0}
+    with pytest.raises(ValueError, match="constraints.a: stop_after must be a positive number of steps, got 0"):
+        read_constraint("a", {"at_least": 1.0, "stop_after": 0})

@@ -195,8 +195,8 @@ class _Process:
     def __init__(self, mechanism: str, job: Mapping[str, Any], limits: Limits, pipes: tuple[int, int] | None = None):
         self._output = b""
         self._errors = b""
-        (reports, report), (waits, release) = os.pipe(), os.pipe()
         job_file = sandbox_script.sealed(json.dumps(job).encode())
+        (reports, report), (waits, release) = os.pipe(), os.pipe()
         # The kernel does not limit the threads of root, so programs of root run as another user. Only a process outside
         # the user namespace may map two users.
         maps = None if os.getuid() else (report, waits)
@@ -347,7 +347,8 @@ def _readable_paths() -> list[str]:
 def _map_users(reports: int) -> None:
     """Map the users 0 and 65534 to themselves in the user namespace of the process that a sandbox reports.
 
-    The sandbox fails with its own message if it ends before or if the users cannot be mapped.
+    A sandbox that ends before it reports has its own message. Without the maps, its script cannot change the user and
+    fails, so the reason of an error is in its message, too.
     """
     text = b""
     while b"}" not in text and (chunk := os.read(reports, 4096)):
