@@ -347,8 +347,8 @@ def _readable_paths() -> list[str]:
 def _map_users(reports: int) -> None:
     """Map the users 0 and 65534 to themselves in the user namespace of the process that a sandbox reports.
 
-    A sandbox that ends before it reports has its own message. Without the maps, its script cannot change the user and
-    fails, so the reason of an error is in its message, too.
+    A sandbox that ends before it reports has its own message. Without the maps, its script cannot change the user, so
+    it fails and its message contains the reason.
     """
     text = b""
     while b"}" not in text and (chunk := os.read(reports, 4096)):
