@@ -1,7 +1,6 @@
 """Programs written by a model: rows of the usual data sets, and hostile programs in the real sandbox."""
 
 import base64
-import functools
 import importlib
 import json
 import os
@@ -198,9 +197,7 @@ def test_machine_without_a_sandbox_is_refused_with_the_reason(monkeypatch):
 
 
 def test_sandbox_that_cannot_start_is_a_failure_with_the_reason(monkeypatch):
-    monkeypatch.setattr(
-        sandbox, "_python", functools.partial(list, ["/bin/sh", "-c", "echo no such machine >&2; exit 3"])
-    )
+    monkeypatch.setattr(sandbox, "_python", lambda mechanism: ["/bin/sh", "-c", "echo no such machine >&2; exit 3"])
     with pytest.raises(sandbox.SandboxError, match="no such machine"):
         sandbox.LocalRunner().run_inputs("", [""], sandbox.Limits())
 

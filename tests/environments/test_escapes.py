@@ -1,17 +1,19 @@
 """Attempts to get out of the sandbox, with each mechanism. See ``escape_tries.py``."""
 
 import os
+import shutil
 import socket
 import subprocess
+import tempfile
 
 import pytest
 from escape_tries import PREAMBLE, TRIES
 
-from gdpo_nemo.environments.execution import sandbox
+from gdpo_nemo.environments.execution import sandbox, sandbox_script
 
 pytestmark = pytest.mark.slow
 
-MECHANISMS = [name for name in sandbox.MECHANISMS if name == "namespaces" or sandbox.shutil.which("bwrap")]
+MECHANISMS = [name for name in sandbox.MECHANISMS if name == "namespaces" or shutil.which("bwrap")]
 
 
 def escaped(mechanism, folder, port, pid):
@@ -134,3 +136,12 @@ def test_program_that_waits_is_a_failure_and_does_not_outlive_the_sandbox(mechan
     with pytest.raises(sandbox.SandboxError, match="did not end within 1 s of wall time"):
         sandbox.LocalRunner(mechanism).run_inputs(OUTLIVE, [""], sandbox.Limits(1.0, 1.0, MEMORY_BYTES))
     assert not sandboxes()
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_each_input_has_an_empty_folder_if_the_checkout_is_below_tmp(mechanism, monkeypatch):
+    source = "import os\nprint(sorted(os.listdir('/tmp')))\nopen('/tmp/left', 'w').close()"
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setattr(sandbox_script, "__file__", shutil.copy(sandbox_script.__file__, folder))
+        runs = sandbox.LocalRunner(mechanism).run_inputs(source, ["", "", ""], sandbox.Limits(10.0, 60.0))
+    assert [run.output for run in runs] == 3 * [b"[]\n"] and all(run.succeeded for run in runs)

@@ -38,6 +38,8 @@ from gdpo_nemo.environments.execution.sandbox_script import NOBODY, TMP_BYTES
 
 MECHANISMS = ("bubblewrap", "namespaces")
 """Programs or calls that create the namespaces, the preferred one first."""
+_BOUND_SCRIPT = "/sandbox_script.py"
+"""Path of the script in bubblewrap, which is not the path of a checkout below ``/tmp``."""
 _ERROR_BYTES = 4096
 _END_S = 10.0
 """Maximum time in seconds that the kernel may need to end a killed sandbox."""
@@ -212,7 +214,7 @@ class _Process:
         }
         try:
             self._popen = subprocess.Popen(
-                [*_prefix(mechanism, maps), *_python(), json.dumps(settings)],
+                [*_prefix(mechanism, maps), *_python(mechanism), json.dumps(settings)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -330,9 +332,10 @@ def _environment() -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ} | {"PYTHONHASHSEED": "0"}
 
 
-def _python() -> list[str]:
+def _python(mechanism: str) -> list[str]:
     executable = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-    return [executable, "-s", "-S", "-P", "-B", "-X", "utf8", os.path.abspath(sandbox_script.__file__)]
+    script = _BOUND_SCRIPT if mechanism == "bubblewrap" else os.path.abspath(sandbox_script.__file__)
+    return [executable, "-s", "-S", "-P", "-B", "-X", "utf8", script]
 
 
 def _readable_paths() -> list[str]:
@@ -381,6 +384,7 @@ def _prefix(mechanism: str, maps: tuple[int, int] | None) -> list[str]:
         for parent in list(Path(path).parents)[-2::-1]:  # bubblewrap would copy the mode of a home folder
             command += ["--dir", str(parent)]
         command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
-    for path in (_python()[0], os.path.abspath(sandbox_script.__file__)):
-        command += ["--ro-bind", path, path]
+    executable = _python(mechanism)[0]
+    command += ["--ro-bind", executable, executable]
+    command += ["--ro-bind", os.path.abspath(sandbox_script.__file__), _BOUND_SCRIPT]
     return [*command, "--remount-ro", "/", "--chdir", "/tmp", "--"]

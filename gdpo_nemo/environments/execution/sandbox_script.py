@@ -21,7 +21,7 @@ import signal
 import sys
 import types
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 TMP_BYTES = 2**24
@@ -89,6 +89,7 @@ def _start_runs(job: Mapping[str, Any], settings: Mapping[str, Any], null: int) 
         process exits here.
     """
     spent_s, written, most = 0.0, 0, settings["output_bytes"]
+    mounted = set(os.listdir("/tmp"))  # Python may be installed below /tmp
     for stdin in job.get("inputs", [""]):
         state_reader, state = os.pipe()
         output_reader, output_writer = os.pipe()
@@ -114,7 +115,7 @@ def _start_runs(job: Mapping[str, Any], settings: Mapping[str, Any], null: int) 
         os.close(state_reader)
         os.close(output_reader)
         spent_s, written = spent_s + cpu_s, written + len(output)
-        if stopped or "c" not in reached or spent_s > settings["total_cpu_s"] or not _empty("/tmp"):
+        if stopped or "c" not in reached or spent_s > settings["total_cpu_s"] or not _empty("/tmp", mounted):
             break
     os._exit(0)
 
@@ -145,11 +146,13 @@ def _write_all(fd: int, content: bytes) -> None:
         content = content[os.write(fd, content) :]
 
 
-def _empty(folder: str) -> bool:
-    """Remove everything in a folder, and return False if a program has made that impossible, such as by a very deep
-    tree."""
+def _empty(folder: str, kept: Collection[str] = ()) -> bool:
+    """Remove everything in a folder but the entries ``kept``. Return False if a program has made that impossible, such
+    as by a very deep tree."""
     try:
         for entry in list(os.scandir(folder)):
+            if entry.name in kept:
+                continue
             if entry.is_dir(follow_symlinks=False):
                 os.chmod(entry.path, 0o700)
                 if not _empty(entry.path):
