@@ -81,7 +81,7 @@ ENVIRONMENTS = (
         "environments/execution/sandbox_script.py",
         "any_bit, 0x10000, 1), instruction(end, refuse)",
         "any_bit, 0x10000, 1), instruction(end, allow)",
-        "environments/test_escapes.py::test_hostile_program_scores_0_and_harms_nothing",
+        "environments/test_escapes.py::test_no_try_gets_out_or_ends_the_sandbox",
         "a program cannot start processes",
     ),
     mutant(
