@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
 from gdpo_nemo.environments.base import Environment, read_options
 from gdpo_nemo.environments.execution import sandbox
+from gdpo_nemo.environments.execution.remote_sandbox import RemoteRunner
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.files import check_pickle
 
@@ -53,6 +54,7 @@ class Code(Environment):
         memory_mb (1024): memory limit in MiB.
         fast_s (1): see ``time``.
         sandbox (auto): ``bubblewrap`` or ``namespaces`` to require a mechanism. ``auto`` uses bubblewrap if it works.
+            ``e2b`` runs programs on machines of the service E2B (``execution/remote_sandbox.py``).
 
     Raises:
         ConfigError: if an option is invalid, or the machine cannot run the sandbox.
@@ -75,8 +77,8 @@ class Code(Environment):
             raise ConfigError(
                 "time_limit_s: must be greater than fast_s and at most sample_limit_s, and fast_s above 0"
             )
-        if chosen.sandbox not in ("auto", *sandbox.MECHANISMS):
-            raise ConfigError(f"sandbox: must be auto, bubblewrap or namespaces ({chosen.sandbox})")
+        if chosen.sandbox not in ("auto", *sandbox.MECHANISMS, "e2b"):
+            raise ConfigError(f"sandbox: must be auto, bubblewrap, namespaces or e2b ({chosen.sandbox})")
         if chosen.memory_mb < 64:
             raise ConfigError(f"memory_mb: must be at least 64 ({chosen.memory_mb})")
         self._fast_s = float(chosen.fast_s)
@@ -87,7 +89,9 @@ class Code(Environment):
             total_cpu_s=max(chosen.time_limit_s, chosen.sample_limit_s / 2),
         )
         try:
-            self._runner: sandbox.Runner = sandbox.LocalRunner(chosen.sandbox)
+            self._runner: sandbox.Runner = (
+                RemoteRunner() if chosen.sandbox == "e2b" else sandbox.LocalRunner(chosen.sandbox)
+            )
         except sandbox.SandboxError as error:
             raise ConfigError(
                 f"the sandbox for model-written programs cannot run on this machine ({error}); install bubblewrap, or "
