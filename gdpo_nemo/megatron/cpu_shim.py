@@ -31,6 +31,7 @@ _EXCLUDED = tuple(
 )
 # Replacement of torch.cuda by module (default: torch.cpu). torch.random contains the functions for random states.
 _REPLACEMENTS = {f"{_PACKAGE}.tensor_parallel.random": "random"}
+_NOT_COMPILED = (_PACKAGE, "emerging_optimizers")
 _FOR_GPUS = ("transformer_engine", "apex")
 """Libraries whose optimizers and kernels megatron-core uses if they are installed, but which require a GPU."""
 
@@ -88,16 +89,16 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 @contextlib.contextmanager
 def _compilation_disabled() -> Iterator[None]:
-    """Make ``torch.compile`` return functions of megatron-core unchanged in this block.
+    """Make ``torch.compile`` return functions of megatron-core and its optimizers unchanged in this block.
 
-    megatron-core compiles one function, in a router for inference. The compilation imports torch's compiler, which
-    takes 2 s of CPU time.
+    megatron-core compiles one function, in a router for inference, and ``emerging_optimizers``, which it imports, those
+    of optimizers other than Muon. The compilation imports torch's compiler, which takes 2 s of CPU time.
     """
     stock = torch.compile
 
     def compile_others(model: Any = None, **options: Any) -> Any:
         module = getattr(model, "__module__", None) or ""
-        return model if module.startswith(_PACKAGE) else stock(model, **options)
+        return model if module.startswith(_NOT_COMPILED) else stock(model, **options)
 
     torch.compile = compile_others
     try:
