@@ -25,6 +25,7 @@ from gdpo_nemo.observe.sample_values import SampleValues
 from gdpo_nemo.rollouts.metrics import check_failures, rollout_metrics, update_metrics
 from gdpo_nemo.training.algorithm import Algorithm
 from gdpo_nemo.training.gdpo import GDPO, ComponentAlerts, PreparedRollout
+from gdpo_nemo.utils.errors import RunError
 from gdpo_nemo.utils.import_path import ImportPath
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ class ByEnvironment(Algorithm["Rollout", PreparedParts]):
             part = replace(batch, groups=groups.get(name, []), measured={})
             if any(trajectory.trains for trajectory in part.trajectories):
                 parts[name] = algorithm.prepare_part(part)
+        if not parts:
+            raise RunError("advantages: no sample of the step can be trained")
         return PreparedParts(batch, parts, {name: np.array(rows[name]) for name in parts})
 
     def updates(self, prepared: PreparedParts) -> Iterator[list[TrainSequence]]:

@@ -175,6 +175,9 @@ def test_a_part_without_scored_samples_is_left_out_and_all_failures_count_togeth
     assert set(prepared.parts) == {OTHERS, "sums", "taught"} and sum(s.weight > 0 for s in update) == 24
     with pytest.raises(RunError, match="failed"):
         mixed.prepare(batch_of(MIXED, failed=("kl", "sums")))
+    everything = algorithm_of(config_with(**{"rollout.max_env_failure_share": 1.0}))
+    with pytest.raises(RunError, match="no sample of the step can be trained"):
+        everything.prepare(batch_of(["kl", "sums"], failed=("kl", "sums")))
     [only] = mixed.updates(mixed.prepare(batch_of(["kl", "kl"])))
     assert {int(s.part[0]) for s in only} == {2}
 
