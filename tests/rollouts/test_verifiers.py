@@ -6,63 +6,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from package_venv import venv_with
-from scripted_engines import TOKENIZER, ScriptedEngines, completion_of, letters
+from scripted_engines import completion_of, letters
+from verifiers_world import TALK, open_world
 
-from gdpo_nemo.config.load import load_config
-from gdpo_nemo.data.conversation import Conversation
-from gdpo_nemo.data.records import Outcome, Prompt
-from gdpo_nemo.generation.requests import Sampling
-from gdpo_nemo.rollouts.functions import RolloutRunner, SamplingJob
+from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.utils.errors import ConfigError, RunError
 
 pytestmark = pytest.mark.slow
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-CONFIG = REPOSITORY / "configs" / "gdpo_turns_cpu.yaml"
-TALK = Conversation(TOKENIZER, chat=True)
-JOB = SamplingJob(Sampling(0.5, 1.0, -1, 24), 2, lambda i, j, turn: 100 * i + 10 * j + turn)
-
-
-class World:
-    """A runner with the environment ``chores``, and its rows by the mistake of their reward function."""
-
-    def __init__(self, engines: ScriptedEngines, folder: Path):
-        python = venv_with("verifiers==0.4.0")
-        environment = f"{{plugin: verifiers, package: verifiers-package, venv: {python.parent.parent}}}"
-        overrides = [f"env={{chores: {environment}}}", "env.chores.rewards={right: mistaken}"]
-        overrides += [f"run.dir={folder}", "data.train.environment=chores", "data.validation.environment=chores"]
-        overrides += ["policy.max_total_sequence_length=400", "policy.generation.max_new_tokens=24"]
-        overrides += ["rollout.endpoint={enabled: true, port: 0}"]
-        self.log = folder / "verifiers_verifiers-package.log"
-        self.engines = engines
-        self.runner = RolloutRunner(load_config(CONFIG, overrides), engines, None, TOKENIZER)
-        [self.environment] = self.runner._agents
-        self.rows = {}
-        for row in self.environment.rows("train", None, 0):
-            self.rows[row["prompt"][-1]["content"].split()[-1]] = row
-
-    def play(self, *mistakes: str, **changes) -> dict[str, list]:
-        """Two samples of each task, by mistake. ``changes``: of the column with the task."""
-        prompts = []
-        for mistake in mistakes:
-            row = self.rows[mistake]
-            text, tokens = TALK.prompt(row["prompt"])
-            prompts.append(
-                Prompt(row["id"], tokens, text, "chores", {"task": {**row["task"], **changes}}, row["prompt"])
-            )
-        return dict(zip(mistakes, self.runner.call(prompts, JOB, None)))
-
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    engines = ScriptedEngines()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(REPOSITORY / "tests" / "environments"))
-        made = World(engines, tmp_path_factory.mktemp("run"))
+    options = {"package": "verifiers-package", "rewards": {"right": "mistaken"}}
+    with open_world(tmp_path_factory.mktemp("run"), "0.4.0", **options) as made:
         yield made
-        made.runner.close()
-    engines.close()
 
 
 def test_description_names_components_and_rows_contain_the_system_prompt(world):

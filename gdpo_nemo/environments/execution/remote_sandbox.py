@@ -52,12 +52,14 @@ class RemoteRunner(Runner):
         if not os.environ.get("E2B_API_KEY"):
             raise ConfigError("sandbox: e2b needs a key; set the environment variable E2B_API_KEY")
 
-    def run_inputs(self, source: str, inputs: Sequence[str], limits: Limits) -> list[Run]:  # noqa: D102
+    def run_inputs(self, source: str, inputs: Sequence[str], limits: Limits) -> list[Run]:
+        """Run a program for each input on one machine. See ``Runner.run_inputs``."""
         return list(map(_run, _remote("run_inputs", [source, list(inputs)], limits)))
 
-    def run_tests(  # noqa: D102
+    def run_tests(
         self, source: str, setup: str, tests: Sequence[str], names: Sequence[str] | None, limits: Limits
     ) -> tuple[Run, list[bool]]:
+        """Run a program and its tests on one machine. See ``Runner.run_tests``."""
         run, passed = _remote("run_tests", [source, setup, list(tests), names and list(names)], limits)
         return _run(run), passed
 

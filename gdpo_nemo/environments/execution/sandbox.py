@@ -127,14 +127,16 @@ class LocalRunner(Runner):
     def __init__(self, wanted: str = "auto"):
         self.mechanism = mechanism(wanted)
 
-    def run_inputs(self, source: str, inputs: Sequence[str], limits: Limits) -> list[Run]:  # noqa: D102
+    def run_inputs(self, source: str, inputs: Sequence[str], limits: Limits) -> list[Run]:
+        """Run a program for each input in one sandbox. See ``Runner.run_inputs``."""
         process = _Process(self.mechanism, {"mode": "run", "source": source, "inputs": list(inputs)}, limits)
         _wait([process], limits)
         return process.runs()
 
-    def run_tests(  # noqa: D102
+    def run_tests(
         self, source: str, setup: str, tests: Sequence[str], names: Sequence[str] | None, limits: Limits
     ) -> tuple[Run, list[bool]]:
+        """Run a program and its tests in two sandboxes. See ``Runner.run_tests``."""
         (requests, to_program), (replies, to_tests) = os.pipe(), os.pipe()
         processes: list[_Process] = []
         try:

@@ -30,13 +30,11 @@ from verifiers.rubrics.rubric import Rubric
 from verifiers.utils.env_utils import load_environment
 
 if TYPE_CHECKING:
-    from gdpo_nemo.environments.verifiers.worker import Policy, one_line, score
+    from gdpo_nemo.environments.verifiers.worker import NO_BUDGET, NO_ROOM, Policy, one_line, score
 else:
-    from gdpo_nemo_worker import Policy, one_line, score
+    from gdpo_nemo_worker import NO_BUDGET, NO_ROOM, Policy, one_line, score
 
 _TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids")
-_NO_ROOM = ("max_tokens: the policy has already used", "exceeds the context length")
-"""Parts of the endpoint's messages if a conversation has reached a limit."""
 _LIMITS = ("max_tokens", "max_completion_tokens", "stop")
 """Sampling settings of a package that apply. The run sets the others."""
 _TOTAL = "reward"
@@ -53,7 +51,7 @@ class PolicyClient(OpenAIChatCompletionsClient):
         try:
             return await super().get_native_response(*args, **kwargs)
         except BadRequestError as error:
-            if any(part in str(error) for part in _NO_ROOM):
+            if NO_BUDGET in str(error) or NO_ROOM in str(error):
                 raise OverlongPromptError from error
             raise
 

@@ -43,17 +43,13 @@ from verifiers.v1.types import SamplingConfig, content_text
 from verifiers.v1.utils.loaders import default_harness_id, load_environment, resolve_env_config
 
 if TYPE_CHECKING:
-    from gdpo_nemo.environments.verifiers.worker import API_KEY, Policy, one_line, run_module, score
+    from gdpo_nemo.environments.verifiers.worker import API_KEY, NO_BUDGET, NO_ROOM, Policy, one_line, run_module, score
 else:
-    from gdpo_nemo_worker import API_KEY, Policy, one_line, run_module, score
+    from gdpo_nemo_worker import API_KEY, NO_BUDGET, NO_ROOM, Policy, one_line, run_module, score
 
 __all__ = ["ChatHarness"]
 
 _TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
-_NO_BUDGET = "max_tokens: the policy has already used"
-"""Part of the endpoint's message if a conversation has used all of its turns or tokens."""
-_NO_ROOM = "exceeds the context length"
-"""Part of the endpoint's message if a prompt is too long."""
 _OVERFLOW = "maximum context length"
 """Words by which the harnesses of verifiers recognize a full context, which they end or shorten."""
 _UNSCORED = ("setup_timeout", "finalize_timeout", "scoring_timeout")
@@ -150,10 +146,10 @@ class PolicyClient(EvalClient):
         except ProviderError as error:
             if record is None:
                 raise
-            if _NO_ROOM in str(error):
+            if NO_ROOM in str(error):
                 record.is_full = True
                 raise ProviderError(f"{_OVERFLOW}: {error}", status_code=error.status_code) from error
-            if _NO_BUDGET in str(error):
+            if NO_BUDGET in str(error):
                 record.trace.stop("max_total_tokens")  # as for a limit of verifiers: the episode is scored
             else:
                 record.failure = str(error)

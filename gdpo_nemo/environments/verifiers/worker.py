@@ -42,8 +42,10 @@ from urllib.parse import urlsplit
 
 API_KEY = "GDPO_NEMO_POLICY_KEY"
 """Environment variable with the access token of the endpoint, from which clients of verifiers read it."""
-NO_ROOM = ("max_tokens: the policy has already used", "exceeds the context length")
-"""Parts of the endpoint's messages if a conversation has reached a limit."""
+NO_BUDGET = "max_tokens: the policy has already used"
+"""Part of the endpoint's message if a conversation has used all of its turns or tokens."""
+NO_ROOM = "exceeds the context length"
+"""Part of the endpoint's message if a prompt is too long."""
 _CLOSE_S = 5.0
 """Seconds that the package has to release its resources after the driver has closed its pipe."""
 _TICK_S = 0.2
