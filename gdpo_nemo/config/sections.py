@@ -241,6 +241,15 @@ class LoraConfig:
 
 
 @dataclass
+class VisionConfig:
+    """Images of a vision-language policy."""
+
+    train: bool = False
+    """Train the vision tower as well. False: the tower is frozen, each image is processed once, and updates of the
+    engines leave the tower out."""
+
+
+@dataclass
 class PolicyConfig:
     """The trained model: source, precision, batching, training and sampling."""
 
@@ -293,6 +302,7 @@ class PolicyConfig:
     num_threads: Annotated[int | None, Range(1, 4096)] = None
     """Number of CPU threads per policy rank. Null: the available cores divided by the number of ranks."""
     lora: LoraConfig = field(default_factory=LoraConfig)
+    vision: VisionConfig = field(default_factory=VisionConfig)
     megatron_cfg: MegatronConfig = field(default_factory=MegatronConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
 
@@ -399,6 +409,20 @@ class DatasetConfig:
 
 
 @dataclass
+class ImagesConfig:
+    """Images in the rows of all splits."""
+
+    max_pixels: Annotated[int, Range(1)] = 16_777_216
+    """Maximum number of pixels of an image. The size is read from the file's header, before the image is decoded."""
+    max_per_prompt: Annotated[int, Range(1)] = 8
+    """Maximum number of images in a prompt. Engines reserve room for this number."""
+    folder: str | None = None
+    """Folder below which the paths of images must be. Null: the folder of the split's file."""
+    download: bool = False
+    """Download images whose row contains an http or https address. False: such rows are refused."""
+
+
+@dataclass
 class DataConfig:
     """Training and held-out prompts."""
 
@@ -409,6 +433,7 @@ class DataConfig:
     their sum. All environments of the training rows must be listed; 0 leaves the rows of an environment out. After any
     number of prompts, the number from an environment differs from its fraction by less than 1. Each environment has its
     own epochs. Empty: as many prompts as the rows have."""
+    images: ImagesConfig = field(default_factory=ImagesConfig)
     mix_key: str | None = None
     """Column of the training rows that contains the name for `mix`, for example the row's dataset. Null: the
     environment that verifies the row."""

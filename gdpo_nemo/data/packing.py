@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from gdpo_nemo.algorithms.losses import TokenInputs
+from gdpo_nemo.data.images import Images
 from gdpo_nemo.data.state_keys import state_keys
 from gdpo_nemo.models.description import ModelDescription
 from gdpo_nemo.models.weights import weight_table
@@ -47,6 +48,8 @@ class TrainSequence(TokenInputs[np.ndarray]):
     routing: np.ndarray | None = None
     """int8 or int16 [tokens, MoE layers * experts per token]: experts that the sampler chose for each token of prompt
     and completion, or -1 if unknown. The policy uses these experts instead of its choice. None if all are unknown."""
+    images: Images = ()
+    """Images of prompt and completion."""
     pair: int = 0
     """Pair of completions in the update, numbered from 1 (0 for no pair). The number is negative for the rejected or
     undesirable completion. Both completions are in the same micro-batch."""
@@ -69,7 +72,7 @@ class TrainSequence(TokenInputs[np.ndarray]):
     @cached_property
     def state_keys(self) -> np.ndarray:
         """Keys of the states of all tokens (``state_keys.state_keys``). Shape: uint64 [tokens]."""
-        return state_keys(np.concatenate((self.prompt_ids, self.completion_ids)), self.routing)
+        return state_keys(np.concatenate((self.prompt_ids, self.completion_ids)), self.routing, self.images)
 
     @property
     def num_policy_tokens(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from gdpo_nemo.algorithms.rubrics import Criterion, with_scores
+from gdpo_nemo.data.images import Images
 from gdpo_nemo.data.replies import Reply
 
 
@@ -46,6 +47,8 @@ class Prompt:
     """Other columns of the row, which are passed to reward functions."""
     messages: Sequence[Mapping[str, str]] | None = None
     """Chat messages of the prompt (None if the prompt is not a conversation)."""
+    images: Images = ()
+    """Images of the prompt. ``token_ids`` contains all placeholders of each image."""
     answer_ids: np.ndarray | None = None
     """int32 [answer tokens]: continuation of the prompt in the source text. None unless ``data.<split>.strided`` is
     set."""
@@ -125,6 +128,8 @@ class Trajectory:
     routing: np.ndarray | None = None
     """int8 or int16 [prompt and completion tokens, MoE layers * experts per token]: the experts that the sampler chose,
     or -1 if unknown (``Completion.routing``). None if they were not recorded."""
+    images: Images = ()
+    """Images of the environment's tokens in the completion. Positions count from the first token of the prompt."""
     reply: Reply | None = None
     """Text of a single turn, split into reasoning, content and tool calls. None if there was nothing to split."""
 

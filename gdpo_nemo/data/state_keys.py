@@ -12,23 +12,26 @@ from __future__ import annotations
 
 import numpy as np
 
+from gdpo_nemo.data.images import Images
+
 _SEED = 2510_11370
 """Seed of the multipliers. All processes use the same keys."""
 
 
-def state_keys(token_ids: np.ndarray, routing: np.ndarray | None) -> np.ndarray:
+def state_keys(token_ids: np.ndarray, routing: np.ndarray | None, images: Images = ()) -> np.ndarray:
     """Return the key of each token's state: uint64 [tokens].
 
     A key is the token id plus a hash of the other inputs of the model at this token, modulo 2^64. An absent input adds
     0. The hash is a sum of products with random odd multipliers, so different inputs have equal keys with a
     probability of less than 2^-50.
 
-    To add an input, such as an adapter or the content of an image, add its hash with different multipliers.
+    To add an input, such as an adapter, add its hash with different multipliers.
 
     Args:
         token_ids: int32 [tokens].
         routing: [tokens, MoE layers * experts per token]: experts that the model must use, in all its layers, or -1 if
             it chooses them itself (``TrainSequence.routing``). None if it chooses the experts of all tokens.
+        images: images of the sequence. The first 64 bits of an image's hash are added at each of its placeholders.
     """
     keys = token_ids.astype(np.uint64)
     if routing is not None:
@@ -37,6 +40,8 @@ def state_keys(token_ids: np.ndarray, routing: np.ndarray | None) -> np.ndarray:
         for column in range(count):
             # A model's own choice depends only on the state before it, and adds 0.
             keys += (routing[:, column].astype(np.int64) + 1).astype(np.uint64) * multipliers[column]
+    for placed in images:
+        keys[placed.start : placed.stop] += np.uint64(int(placed.image.sha256[:16], 16))
     return keys
 
 

@@ -7,6 +7,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
+from gdpo_nemo.data.images import Images
+
 
 @dataclass(frozen=True)
 class SampleRequest:
@@ -19,6 +21,8 @@ class SampleRequest:
     max_tokens: int | None = None
     """Maximum number of tokens of this completion, or None for ``Sampling.max_new_tokens``. The smaller of the two
     limits applies."""
+    images: Images = ()
+    """Images of the prompt, whose placeholders ``prompt_ids`` contains."""
     decodes: bool = False
     """True if the engine should also return the text of the completion."""
     group: int | None = None

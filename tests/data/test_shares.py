@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from gdpo_nemo.algorithms.rubrics import Criterion
+from gdpo_nemo.data.images import Image, PlacedImage
 from gdpo_nemo.data.packing import Budget, TrainSequence, assign, assign_singly
 from gdpo_nemo.data.records import (
     Outcome,
@@ -171,6 +172,7 @@ def test_packed_trajectories_are_equal_in_every_field():
         metrics={"m": 1.0}, turn_tokens=(1, 1), turn_rewards=({"a": 0.5},), turn_parents=(-1, 0),
         reward_tokens={"a": ((0, 1),)}, spans=((3, 1), (4, 1)), messages=({"role": "user"},), thinking_tokens=1,
         reply=Reply("", "content"), criteria={"rubric/1": Criterion("polite", -2.0)},
+        images=(PlacedImage(Image("0" * 64, 2, 2, b"png"), 3, 1),),
     )  # fmt: skip
     assert {f.name for f in fields(Trajectory)} == {
         *filled, "prompt", "sample_index", "completion_ids", "logprobs", "policy_version", "text", "finish_reason",
