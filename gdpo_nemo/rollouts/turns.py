@@ -123,7 +123,7 @@ class _Episode:
     async def take_turn(self, turn: int) -> None:
         """Sample one turn of the policy and pass it to the environment."""
         t = self.transcript
-        completion = await self._job.sample(SampleRequest(t.token_ids, self._job.seed(turn), self.room))
+        completion = await self._job.sample(SampleRequest(t.token_ids, self._job.seed(turn), self.room, t.images))
         t.append_policy_tokens(completion)
         text = self._conversation.text(completion.token_ids)
         said: dict[str, Any] = {"role": "assistant", "content": text}
