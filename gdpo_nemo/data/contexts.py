@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gdpo_nemo.data.images import Images
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import Trajectory
 
@@ -29,13 +30,15 @@ class ContextTokens(NamedTuple):
     """bool [sequence's completion tokens]: True for tokens that this sequence trains. None if it trains all tokens."""
     routing: np.ndarray | None = None
     """Rows of ``Trajectory.routing`` of the sequence's tokens, including its prompt."""
+    images: Images = ()
+    """Images of the sequence's tokens. Positions count from the first token of its prompt."""
 
 
 def contexts_of(trajectory: Trajectory) -> list[ContextTokens]:
     """Return the tokens of each training sequence of a trajectory, at least one, in the order of their last turns."""
     t = trajectory
     if not t.turn_parents:
-        return [ContextTokens(t.prompt.token_ids, slice(None), t.loss_mask, t.routing)]
+        return [ContextTokens(t.prompt.token_ids, slice(None), t.loss_mask, t.routing, t.prompt.images + t.images)]
     written = np.ones(len(t.completion_ids), bool) if t.loss_mask is None else t.loss_mask
     turns = turn_slices(t)
     claimed: set[int] = set()
@@ -52,8 +55,26 @@ def contexts_of(trajectory: Trajectory) -> list[ContextTokens]:
             prompt = t.completion_ids[indices[:context]]
             indices, is_new = indices[context:], is_new[context:]
         routing = None if t.routing is None else t.routing[rows]
-        found.append(ContextTokens(prompt, indices, written[indices] & is_new, routing))
+        images = among(t.prompt.images + t.images, rows)
+        found.append(ContextTokens(prompt, indices, written[indices] & is_new, routing, images))
     return found
+
+
+def among(images: Images, rows: np.ndarray) -> Images:
+    """Return the images whose placeholders are among some tokens of a trajectory, with their positions among these.
+
+    Args:
+        images: images of prompt and completion.
+        rows: ascending indices in prompt and completion. They contain all placeholders of an image, or none.
+    """
+    if not images:
+        return ()
+    starts = np.searchsorted(rows, np.array([placed.start for placed in images])).tolist()
+    found = []
+    for placed, start in zip(images, starts):
+        if start < len(rows) and rows[start] == placed.start:
+            found.append(placed._replace(start=start))
+    return tuple(found)
 
 
 def turn_slices(trajectory: Trajectory) -> list[slice]:
@@ -87,6 +108,7 @@ def to_score(trajectories: Iterable[Trajectory]) -> list[TrainSequence]:
                 t.logprobs[tokens.indices],
                 loss_mask=tokens.loss_mask,
                 routing=tokens.routing,
+                images=tokens.images,
                 trajectory=number,
                 indices=tokens.indices,
             )

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from gdpo_nemo.algorithms.rubrics import Criterion, criteria_of
-from gdpo_nemo.data.contexts import contexts_of, path_to, turn_slices
+from gdpo_nemo.data.contexts import among, contexts_of, path_to, turn_slices
 from gdpo_nemo.data.conversation import Conversation
+from gdpo_nemo.data.images import Images, PlacedImage, moved
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory
 from gdpo_nemo.environments.execution.pools import EnvironmentExecutor
 from gdpo_nemo.generation.requests import Completion, CompletionBatch, SampleRequest, Sampling
@@ -122,6 +123,8 @@ class Transcript:
         self._routing: list[tuple[np.ndarray, np.ndarray]] = []
         """For each turn with ``Completion.routing``, the indices of its tokens, and the routing."""
         self._policy_tokens = 0
+        self._images: Images = ()
+        """Images of the environment's tokens, with positions in the prompt and all tokens after it."""
 
     def __len__(self) -> int:
         return len(self.prompt.token_ids) * self._has_prompt + self._length
@@ -156,6 +159,12 @@ class Transcript:
         return _concatenate([*prompt, *self._context], np.int32)
 
     @property
+    def images(self) -> Images:
+        """Images of ``token_ids``."""
+        images = self.prompt.images + self._images
+        return among(images, np.concatenate(self._rows_of_context())) if images else ()
+
+    @property
     def spans(self) -> tuple[tuple[int, int], ...]:
         """Version spans of the policy's tokens in order, as pairs of weight version and number of tokens."""
         return tuple(self._spans)
@@ -181,8 +190,7 @@ class Transcript:
             self._spans.append((span_version, tokens))
         self._append(completion.token_ids, completion.logprobs, is_policy=True)
         if completion.routing is not None:
-            prompt = [np.arange(len(self.prompt.token_ids))] if self._has_prompt else []
-            self._routing.append((np.concatenate([*prompt, *self._context_rows]), completion.routing))
+            self._routing.append((np.concatenate(self._rows_of_context()), completion.routing))
         self._parents.append(self._follows)
         self._turn_ends.append(len(self._ids))
         self._follows = self.turns
@@ -190,11 +198,16 @@ class Transcript:
         self._turn_tokens.append(len(completion.token_ids))
         self.finish_reason = completion.finish_reason
 
-    def append_env_tokens(self, token_ids: Sequence[int] | np.ndarray) -> None:
-        """Append environment tokens, which are never trained."""
+    def append_env_tokens(self, token_ids: Sequence[int] | np.ndarray, images: Images = ()) -> None:
+        """Append environment tokens, which are never trained.
+
+        Args:
+            images: images of these tokens. Positions count from the first of these tokens.
+        """
+        self._images += moved(images, len(self.prompt.token_ids) + sum(map(len, self._ids)))
         self._append(token_ids, np.full(len(token_ids), np.nan), is_policy=False)
 
-    def begin_context(self, token_ids: Sequence[int] | np.ndarray) -> None:
+    def begin_context(self, token_ids: Sequence[int] | np.ndarray, images: Images = ()) -> None:
         """Begin a new context, which the next turn continues instead of the turns so far.
 
         Use this method if the history was shortened or rewritten, or if a sub-agent starts. The trajectory then has
@@ -202,6 +215,7 @@ class Transcript:
 
         Args:
             token_ids: all tokens before the next turn. They are never trained.
+            images: images of these tokens.
 
         Raises:
             ValueError: before the first turn, whose context is the prompt.
@@ -214,7 +228,7 @@ class Transcript:
         self._context_rows = []
         self._has_prompt = False
         self._length = 0
-        self.append_env_tokens(token_ids)
+        self.append_env_tokens(token_ids, images)
 
     def return_to(self, turn: int) -> None:
         """Return to an earlier turn, which the next turn continues. Environment tokens after the last turn are dropped.
@@ -244,6 +258,13 @@ class Transcript:
         end = self._turn_ends[-1] if self._turn_ends else 0
         for pieces in (self._ids, self._logprobs, self._is_policy, self._rows):
             del pieces[end:]
+        length = len(self.prompt.token_ids) + sum(map(len, self._ids))
+        self._images = tuple(placed for placed in self._images if placed.start < length)
+
+    def _rows_of_context(self) -> list[np.ndarray]:
+        """Return the indices of ``token_ids`` in the prompt and all tokens after it, in several arrays."""
+        prompt = [np.arange(len(self.prompt.token_ids))] if self._has_prompt else []
+        return [*prompt, *self._context_rows]
 
     def _append(self, ids: Sequence[int] | np.ndarray, logprobs: np.ndarray, is_policy: bool) -> None:
         start = len(self.prompt.token_ids) + sum(map(len, self._ids))
@@ -347,6 +368,7 @@ class Transcript:
             turn_parents=() if continues else tuple(self._parents),
             spans=self.spans,
             routing=self._routing_of_tokens(),
+            images=self._images,
             messages=tuple(self.messages) or None,
             thinking_tokens=sum(map(replies.thinking_tokens, written)) if replies.counts_thinking else 0,
         )
@@ -410,6 +432,8 @@ def _fault(t: Trajectory, prompt: Prompt, max_sequence: int) -> str | None:  # n
         return "the version spans do not add up to the number of tokens that the policy wrote"
     if t.turn_parents and (fault := _fault_of_parents(t)):
         return fault
+    if any(not _is_heard(placed, t) for placed in t.images):
+        return "images must be among the environment's tokens of the completion"
     longest = max(len(c.prompt_ids) + len(t.completion_ids[c.indices]) for c in contexts_of(t))
     if longest > max_sequence:
         return f"has {longest} tokens, more than policy.max_total_sequence_length"
@@ -418,6 +442,13 @@ def _fault(t: Trajectory, prompt: Prompt, max_sequence: int) -> str | None:  # n
     if not np.all(policy_logprobs <= _ROUNDING) or not np.isfinite(policy_logprobs).all():
         return "log-probs of tokens that the policy wrote must be finite and at most 0"
     return None
+
+
+def _is_heard(placed: PlacedImage, t: Trajectory) -> bool:
+    """Return whether all placeholders of an image are tokens of the environment in the completion."""
+    prompt = len(t.prompt.token_ids)
+    inside = prompt <= placed.start < placed.stop <= prompt + len(t.completion_ids)
+    return inside and t.loss_mask is not None and not t.loss_mask[placed.start - prompt : placed.stop - prompt].any()
 
 
 def _fault_of_parents(t: Trajectory) -> str | None:

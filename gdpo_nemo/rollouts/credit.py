@@ -371,6 +371,7 @@ def _weighted(
                     old_logprobs=logprobs if from_sampler else None,
                     loss_mask=tokens.loss_mask,
                     routing=tokens.routing,
+                    images=tokens.images,
                     trajectory=number,
                     indices=tokens.indices,
                 )

@@ -267,7 +267,9 @@ class GroupMaker:
             together = self._reports_groups and job.prompt.environment not in self._by_sample
             group = job.position if together else None
             seed = self._seed(job, sample)
-            completion = await sample_turn(SampleRequest(job.prompt.token_ids, seed, decodes=True, group=group))
+            prompt = job.prompt
+            request = SampleRequest(prompt.token_ids, seed, images=prompt.images, decodes=True, group=group)
+            completion = await sample_turn(request)
         finally:
             if job.tally:
                 job.tally.samples.done += 1

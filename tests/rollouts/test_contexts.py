@@ -18,6 +18,7 @@ from gdpo_nemo.commands.parity import _read_record
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.contexts import by_trajectory, contexts_of, to_score
 from gdpo_nemo.data.conversation import Conversation
+from gdpo_nemo.data.images import Image, Images, PlacedImage
 from gdpo_nemo.data.packing import Budget, TrainSequence, has_split_trajectory, pack_rows, with_gradient
 from gdpo_nemo.data.prefixes import whole_layout
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
@@ -289,6 +290,71 @@ def test_every_turn_of_every_context_gets_the_advantage_that_credit_assigns():
     (update,) = updates_of(group.trajectories, of_sequence.values.numpy(), config())
     for s in update:
         assert s.advantage == of_sequence.values[s.trajectory]
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+PAD, MARK = 10, 100
+"""Placeholder token, which the policy also samples, and the token before the first image. It grows by 1 per image."""
+
+
+def with_images(draw: np.random.Generator, first: int) -> tuple[np.ndarray, Images]:
+    """0 to 2 images of 1 to 3 placeholders among other tokens of the environment, each after its own mark."""
+    tokens, images = [1], []
+    for number in range(first, first + int(draw.integers(0, 3))):
+        count = int(draw.integers(1, 4))
+        image = Image(f"{number:064x}", count, 1, b"")
+        tokens += [MARK + number]
+        images.append(PlacedImage(image, len(tokens), count))
+        tokens += [*[PAD] * count, *draw.integers(0, VOCABULARY, draw.integers(0, 2))]
+    return np.array(tokens, np.int32), tuple(images)
+
+
+def assert_images_follow_their_marks(token_ids: np.ndarray, images: Images) -> None:
+    marked = [int(token) - MARK for token in token_ids if token >= MARK]
+    assert [int(placed.image.sha256, 16) for placed in images] == marked
+    for number, placed in zip(marked, images):
+        assert token_ids[placed.start - 1] == MARK + number
+        assert placed.tokens == placed.image.width
+        assert token_ids[placed.start : placed.stop].tolist() == [PAD] * placed.tokens
+
+
+@settings(max_examples=40, deadline=None)
+@given(SEEDS, trees())
+def test_images_are_on_their_placeholders_in_each_request_and_each_training_sequence(seed, moves):
+    draw = np.random.default_rng(seed)
+    ids, images = with_images(draw, 0)
+    t = Transcript(Prompt("p", ids, "", "digit_turns", images=images), 0)
+    number = len(images)
+    for turn, move in enumerate(["on", *moves]):
+        if isinstance(move, int):
+            t.append_env_tokens(*with_images(draw, 900))  # dropped, because no turn continues them
+            t.return_to(move)
+        heard, images = with_images(draw, number)
+        number += len(images)
+        if move == "cut" and turn:
+            images = t.images + tuple(placed._replace(start=placed.start + len(t)) for placed in images)
+            t.begin_context(np.concatenate([t.token_ids, heard]), images)
+        elif move == "new" and turn:
+            t.begin_context(heard, images)
+        else:
+            t.append_env_tokens(heard, images)
+        assert_images_follow_their_marks(t.token_ids, t.images)
+        t.append_policy_tokens(completion(draw, turn, t.token_ids))
+    made = t.trajectory(TALK)
+    check_trajectory(made, t.prompt, 500, "test")
+    update = update_of([made, replace(made, sample_index=1)])
+    assert len(update) == 2 * made.num_contexts
+    for s in [*update, *to_score([made])]:
+        assert_images_follow_their_marks(np.concatenate([s.prompt_ids, s.completion_ids]), s.images)
+
+
+def test_images_among_the_tokens_of_the_policy_are_refused():
+    t = played(1, ["on"])
+    image = Image("0" * 64, 1, 1, b"")
+    for start in (0, 3, len(t.completion_ids) + 3):  # of the prompt, of the policy, after the end
+        with pytest.raises(RunError, match="images must be among the environment's tokens"):
+            check_trajectory(replace(t, images=(PlacedImage(image, start, 1),)), t.prompt, 200, "test")
 
 
 # -- losses over whole trajectories -----------------------------------------------------------------------------------
