@@ -152,7 +152,7 @@ def read_picture(path: str, limits: ImagesConfig) -> Image:
 
 
 def with_pictures(text: str, images: Sequence[Image]) -> str | Message:
-    """Return a user's message with images before its text, or the text if there are no images."""
+    """Return a user's message with images before its text, or only the text without images."""
     if not images:
         return text
     parts = [{"type": "image", "image": image} for image in images]
