@@ -7,6 +7,7 @@ so a function that is renamed needs an entry in ``_RENAMED`` of ``utils``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -76,6 +77,19 @@ def gsm8k(row: Mapping[str, Any]) -> dict[str, Any]:
         "prompt": [_message("system", GSM8K_PROMPT), _message("user", row["question"])],
         "completion": f"<think>{solution.strip()}</think>\n<answer>{answer}</answer>",
     }
+
+
+def clevr(row: Mapping[str, Any]) -> dict[str, str]:
+    """Convert a row of CLEVR-CoGenT, whose image remains in the column ``image``, to a prompt and an answer."""
+    solution = str(row["solution"])
+    tagged = re.search(r"<answer>(.*?)</answer>", solution)
+    return {"prompt": str(row["problem"]), "answer": (tagged[1] if tagged else solution).strip()}
+
+
+def geometry3k(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a row of Geometry3K to a prompt with the first image of the row, and an answer."""
+    prompt = str(row["problem"]).replace("<image>", "")
+    return {"prompt": prompt, "images": row["images"][:1], "answer": str(row["answer"])}
 
 
 def _message(role: str, text: str) -> dict[str, str]:

@@ -113,8 +113,8 @@ class _RowReader:
         texts += [part.get("text") for part in parts_of(value)]
         if any(isinstance(text, str) and self._placeholder in text for text in texts):
             raise ValueError(
-                f"column {name!r}: a text contains the placeholder of an image, {self._placeholder}; use a part of type "
-                "image, or remove the text"
+                f"column {name!r}: a text contains the placeholder of an image, {self._placeholder}; remove it, or use "
+                "a part of type image"
             )
 
     def _read_columns(self, row: Row, conversations: Sequence[str]) -> tuple[str, list[Image]]:
