@@ -28,6 +28,8 @@ _IMAGE_PARTS = ("image", "image_url", "input_image")
 _IMAGE_KEYS = ("image", "image_url", "url", "path", "base64")
 """Keys of an image in a content part."""
 
+IMAGES = ("image", "images", "image_url")
+"""Names of columns, and types of content parts, that contain images."""
 OTHER_MEDIA = ("video", "videos", "audio")
 """Names of columns, and types of content parts, that contain neither text nor images."""
 

@@ -18,6 +18,7 @@ import numpy as np
 from gdpo_nemo.config.schema import DatasetConfig
 from gdpo_nemo.data.images import Image, Images
 from gdpo_nemo.data.messages import (
+    IMAGES,
     OTHER_MEDIA,
     chat_messages,
     clean_columns,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from gdpo_nemo.data.tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
-_NOT_TEXT = ("image", "images", "image_url", *OTHER_MEDIA)
+_NOT_TEXT = (*IMAGES, *OTHER_MEDIA)
 """Names of columns, and types of message parts, that contain media instead of text."""
 
 
