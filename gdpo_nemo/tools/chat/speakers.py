@@ -31,6 +31,7 @@ from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.execution.pools import EnvironmentPools
 from gdpo_nemo.environments.registry import load_environments
 from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
+from gdpo_nemo.models.family_checks import describe
 from gdpo_nemo.models.sources import ModelFacts
 from gdpo_nemo.observe.installation import require_libraries
 from gdpo_nemo.rollouts.batches import apply_verdicts
@@ -63,6 +64,8 @@ class Source:
     tokenizer: Tokenizer
     of_a_run: bool
     """True if the config belongs to a run, so that the data and rewards are known."""
+    reads_images: bool
+    """True if the model has a vision tower."""
 
     @property
     def chat(self) -> bool:
@@ -98,6 +101,7 @@ def read_source(source: Path, config_file: str | None, step: int | None, overrid
         base=base,
         tokenizer=load_tokenizer(config.policy, base, config.run.date),
         of_a_run=not outside,
+        reads_images=describe(read_model_config(base / "config.json")).tower is not None,
     )
 
 
@@ -132,13 +136,6 @@ def _default_config(folder: Path) -> dict[str, Any]:
 def _dtypes(content: Mapping[str, Any]) -> tuple[Any, ...]:
     # transformers writes dtype from version 5 on, and torch_dtype before.
     return content.get("dtype"), content.get("torch_dtype")
-
-
-def images_of(source: Source) -> ImageReader | None:
-    """Return the reader of images for a model, or None if the model has no vision tower."""
-    if "image_token_id" not in read_model_config(source.base / "config.json"):
-        return None
-    return ImageReader(source.config.data.images, source.base, source.tokenizer)
 
 
 def read_picture(path: str, limits: ImagesConfig) -> Image:
@@ -237,8 +234,8 @@ class Speaker:
         self.name = source.name
         self.tokenizer = source.tokenizer
         self.replies = reply_parser(config, source.tokenizer)
-        reader = images_of(source)
-        self._reads_images = reader is not None
+        reader = ImageReader(config.data.images, source.base, source.tokenizer) if source.reads_images else None
+        self._reads_images = source.reads_images
         template_kwargs = config.data.train.chat_template_kwargs
         self.conversation = Conversation(source.tokenizer, source.chat, template_kwargs, self.replies, reader)
         self.limits = config.data.images
