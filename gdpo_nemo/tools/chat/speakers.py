@@ -20,18 +20,16 @@ from gdpo_nemo.config.sections import ImagesConfig, PolicyConfig, max_prompt_tok
 from gdpo_nemo.config.validate import check_ranges
 from gdpo_nemo.data.anchors import TEXT_KEY, prompts_of
 from gdpo_nemo.data.conversation import Asked, Conversation, Dialogue
-from gdpo_nemo.data.image_reader import ImageReader
 from gdpo_nemo.data.images import Image, largest_file, read_image
 from gdpo_nemo.data.messages import Message, is_image
 from gdpo_nemo.data.records import Outcome, Prompt, TrainerState, Trajectory
 from gdpo_nemo.data.replies import Reply as ParsedReply, reply_parser
 from gdpo_nemo.data.rows import PROMPT_KEYS, Row, load_rows
-from gdpo_nemo.data.tokenizer import Tokenizer, load_tokenizer
+from gdpo_nemo.data.tokenizer import Tokenizer, load_image_reader, load_tokenizer
 from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.execution.pools import EnvironmentPools
 from gdpo_nemo.environments.registry import load_environments
 from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
-from gdpo_nemo.models.family_checks import describe
 from gdpo_nemo.models.sources import ModelFacts
 from gdpo_nemo.observe.installation import require_libraries
 from gdpo_nemo.rollouts.batches import apply_verdicts
@@ -42,6 +40,7 @@ from gdpo_nemo.utils.files import read_bytes, real_path
 
 if TYPE_CHECKING:
     from gdpo_nemo.cluster.fleet import EngineFleet
+    from gdpo_nemo.data.image_reader import ImageReader
 
 
 _CONTEXT = 2048
@@ -64,8 +63,8 @@ class Source:
     tokenizer: Tokenizer
     of_a_run: bool
     """True if the config belongs to a run, so that the data and rewards are known."""
-    reads_images: bool
-    """True if the model has a vision tower."""
+    images: ImageReader | None
+    """Reader of images (None if the model has no vision tower)."""
 
     @property
     def chat(self) -> bool:
@@ -93,15 +92,16 @@ def read_source(source: Path, config_file: str | None, step: int | None, overrid
         check_whole(subject.checkpoint)
     base = model_folder(config, model.source)
     name = str(subject.checkpoint or subject.model)
+    tokenizer = load_tokenizer(config.policy, base, config.run.date)
     return Source(
         name=name,
         config=config,
         model=subject.model,
         checkpoint=subject.checkpoint,
         base=base,
-        tokenizer=load_tokenizer(config.policy, base, config.run.date),
+        tokenizer=tokenizer,
         of_a_run=not outside,
-        reads_images=describe(read_model_config(base / "config.json")).tower is not None,
+        images=load_image_reader(config.data.images, base, tokenizer),
     )
 
 
@@ -234,10 +234,9 @@ class Speaker:
         self.name = source.name
         self.tokenizer = source.tokenizer
         self.replies = reply_parser(config, source.tokenizer)
-        reader = ImageReader(config.data.images, source.base, source.tokenizer) if source.reads_images else None
-        self._reads_images = source.reads_images
+        self.images = source.images
         template_kwargs = config.data.train.chat_template_kwargs
-        self.conversation = Conversation(source.tokenizer, source.chat, template_kwargs, self.replies, reader)
+        self.conversation = Conversation(source.tokenizer, source.chat, template_kwargs, self.replies, source.images)
         self.limits = config.data.images
         context = config.policy.max_total_sequence_length
         self.dialogue = Dialogue(self.conversation, system, context, sampling.max_new_tokens)
@@ -267,7 +266,7 @@ class Speaker:
 
     def check_reads_images(self) -> None:
         """Raise ConfigError if the model has no vision tower or no chat template."""
-        if not self._reads_images:
+        if self.images is None:
             raise ConfigError(f"/image: {self.name} has no vision tower that reads images")
         if not self.conversation.chat:
             raise ConfigError(f"/image: {self.name} has no chat template, which images require")
@@ -399,8 +398,8 @@ class RunRows:
         self._last[split] = number
         return RunRow(split, number, rows[number], _question(rows[number], dataset))
 
-    def prompt(self, row: RunRow, tokenizer: Tokenizer) -> Prompt:
-        """Return the prompt that the run would create from the row, with tokens of ``tokenizer``.
+    def prompt(self, row: RunRow, tokenizer: Tokenizer, images: ImageReader | None = None) -> Prompt:
+        """Return the prompt that the run would create from the row, with tokens of ``tokenizer`` and ``images``.
 
         For ``strided`` data, the result is the first prompt of the text. Raises ConfigError.
         """
@@ -413,6 +412,7 @@ class RunRows:
             seed=config.run.seed,
             max_prompt_tokens=max_prompt_tokens(config.policy),
             rows=[row.content],
+            images=images,
         )
         return source.head()[0]
 
