@@ -234,9 +234,13 @@ def test_images_belong_to_the_next_question_only(tmp_path, capsys):
 def test_image_that_cannot_be_read_is_named_in_one_line(tmp_path, monkeypatch):
     chat = command.Chat([Looking()], RunRows(None), JsonLines(), 0)
     (tmp_path / "text.png").write_text("no image")
-    for path, problem in (("", "expected /image PATH"), ("gone.png", "gone.png cannot be read (No such file"),
-                          (".", ". cannot be read (Is a directory"), ("text.png", "text.png is not an image")):  # fmt: skip
-        monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for path, problem in (
+        ("", "expected /image PATH"),
+        ("gone.png", "gone.png cannot be read (No such file"),
+        (".", ". cannot be read (Is a directory"),
+        ("text.png", "text.png is not an image"),
+    ):
         with pytest.raises(ConfigError, match=f"^/image: {re.escape(problem)}"):
             chat.answer(iter([f"/image {path}"]))
     monkeypatch.setattr(Looking, "images", None)
