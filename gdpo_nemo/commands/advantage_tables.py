@@ -30,6 +30,7 @@ from gdpo_nemo.config.schema import Config, GdpoConfig
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.observe.metrics import read_metrics
 from gdpo_nemo.observe.sample_columns import values_of
+from gdpo_nemo.observe.sample_images import RecordedImages, split_images
 from gdpo_nemo.observe.samples import read_columns, rollout_files
 from gdpo_nemo.rollouts.credit import TurnAdvantages, advantages_of, reward_columns
 from gdpo_nemo.rollouts.families import criterion_terms
@@ -47,7 +48,7 @@ _LONGEST_CRITERION = 50
 _COLUMNS = (
     "prompt_id", "sample_index", "environment", "prompt", "completion", "rewards", "outcome", "finish_reason",
     "policy_version", "prompt_ids", "completion_ids", "logprobs", "turns", "loss_mask", "advantage", "turn_tokens",
-    "turn_rewards", "thinking_tokens", "criteria",
+    "turn_rewards", "thinking_tokens", "criteria", "images",
 )  # fmt: skip
 """Columns of a rollout file that are needed to compute and show advantages."""
 
@@ -212,8 +213,10 @@ def read_step(path: Path) -> tuple[list[Group], np.ndarray]:
 
 
 def _trajectory(record: dict[str, Any]) -> Trajectory:
+    texts = record["prompt"], record["environment"]
+    images, _ = split_images(RecordedImages().placed(record["images"]), len(record["prompt_ids"]))
     return Trajectory(
-        prompt=Prompt(record["prompt_id"], record["prompt_ids"], record["prompt"], record["environment"]),
+        prompt=Prompt(record["prompt_id"], record["prompt_ids"], *texts, images=images),
         sample_index=record["sample_index"],
         completion_ids=record["completion_ids"],
         logprobs=record["logprobs"],

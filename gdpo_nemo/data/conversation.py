@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gdpo_nemo.data.messages import Message, plain_message, rendered
+from gdpo_nemo.data.images import Images, moved
+from gdpo_nemo.data.messages import Message, plain_message, rendered, with_texts
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.replies import Reply, ReplyParser, split_thought
 from gdpo_nemo.data.tokenizer import continued
 from gdpo_nemo.utils.errors import ConfigError, RunError, first_line
 
 if TYPE_CHECKING:
+    from gdpo_nemo.data.image_reader import ImageReader
     from gdpo_nemo.data.tokenizer import Tokenizer
 
 PLACEHOLDER = "GDPO0TURN0ENDS0HERE"
@@ -29,6 +31,10 @@ class Conversation:
         chat: True to render with the tokenizer's chat template. Otherwise observations are appended as plain text.
         template_kwargs: additional arguments of the chat template (``data.train.chat_template_kwargs``).
         replies: parser of the policy's turns. None chooses it by the chat template.
+        images: reader of images in messages. None refuses images.
+
+    With a reader, the text of an image's placeholder in a message is written with a space, because only parts of
+    messages are images.
     """
 
     def __init__(
@@ -37,20 +43,41 @@ class Conversation:
         chat: bool,
         template_kwargs: Mapping[str, Any] | None = None,
         replies: ReplyParser | None = None,
+        images: ImageReader | None = None,
     ):
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
         self.chat = chat
         self.replies = replies or ReplyParser(tokenizer, template_kwargs=template_kwargs)
+        self._images = images
 
     def prompt(
         self, messages: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> tuple[str, np.ndarray]:
-        """Return the first prompt as (text, int32 [tokens]). Raises RunError if the template refuses the messages."""
+        """Return the first prompt as (text, int32 [tokens]).
+
+        Raises:
+            RunError: if the template refuses the messages, or they contain images (``prompt_with_images``).
+        """
+        text, ids, images = self.prompt_with_images(messages, tools)
+        return text, _without_images(ids, images)
+
+    def prompt_with_images(
+        self, messages: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[str, np.ndarray, Images]:
+        """Return the first prompt as (text, int32 [tokens], images). Parts of messages may be images.
+
+        The text has one placeholder per image, and the tokens have all placeholders.
+
+        Raises:
+            RunError: if the template refuses the messages, or an image is invalid.
+        """
         if isinstance(messages, str) and not self.chat:
-            return messages, self._tokens(messages, special=True)
-        text = self._rendered(self.messages(messages), tools)
-        return text, self._tokens(text)
+            text = self._as_text(messages)
+            return text, self._tokens(text, special=True), ()
+        plain, images = self._plain(messages)
+        text = self._rendered(plain, tools)
+        return text, *self._placed(self._tokens(text), images)
 
     def continuation(
         self,
@@ -61,6 +88,25 @@ class Conversation:
         calls: Sequence[Mapping[str, Any]] = (),
     ) -> np.ndarray:
         """Return the tokens to insert between the policy's previous turn and its next turn: int32 [tokens].
+
+        For the arguments, see ``continuation_with_images``.
+
+        Raises:
+            RunError: in the same cases, or if the observation contains images.
+        """
+        return _without_images(*self.continuation_with_images(history, observation, last_token, tools, calls))
+
+    def continuation_with_images(
+        self,
+        history: Sequence[Message] | None,
+        observation: str | Sequence[Message],
+        last_token: int,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        calls: Sequence[Mapping[str, Any]] = (),
+    ) -> tuple[np.ndarray, Images]:
+        """Return the tokens to insert between the policy's previous turn and its next turn, int32 [tokens], and images.
+
+        Positions of images count from the first of these tokens. Images in ``history`` are not returned.
 
         The result begins with the end of the assistant's message, unless the policy has already generated it. All
         returned tokens are attributed to the environment, even if the policy's turn was truncated.
@@ -73,14 +119,26 @@ class Conversation:
                 another way, or require the call before its result.
 
         Raises:
-            RunError: if the template refuses the messages, or does not render the assistant's message exactly once.
+            RunError: if the template refuses the messages, or does not render the assistant's message exactly once, or
+                if an image is invalid.
         """
         if not self.chat:
             if not isinstance(observation, str):
                 raise RunError("an observation of chat messages requires a tokenizer with a chat template; use text")
             before = "" if last_token < 0 else self.tokenizer.decode([last_token])
-            return self._continued(before, observation)
-        earlier, after = list(history or _ANYTHING), self.messages(observation)
+            return self._continued(before, self._as_text(observation)), ()
+        after, images = self._plain(observation)
+        return self._placed(self._after_turn(list(history or _ANYTHING), after, last_token, tools, calls), images)
+
+    def _after_turn(
+        self,
+        earlier: list[Message],
+        after: list[Message],
+        last_token: int,
+        tools: Sequence[Mapping[str, Any]] | None,
+        calls: Sequence[Mapping[str, Any]],
+    ) -> np.ndarray:
+        """Return the tokens after the policy's previous turn, with one placeholder per image."""
         if calls and (ids := self._after_calls(earlier, after, last_token, tools, calls)) is not None:
             return ids
         text = self._rendered([*earlier, {"role": "assistant", "content": PLACEHOLDER}, *after], tools)
@@ -125,25 +183,49 @@ class Conversation:
         own = fields.get("chat_template_kwargs")
         if not own:
             return self
-        return Conversation(self.tokenizer, self.chat, {**self.template_kwargs, **own}, self.replies)
+        return Conversation(self.tokenizer, self.chat, {**self.template_kwargs, **own}, self.replies, self._images)
 
     def text(self, token_ids: Iterable[int]) -> str:
         """Decode tokens. Special tokens are dropped, except those that mark tool calls and reasoning."""
         return self.replies.text(token_ids)
 
-    @staticmethod
-    def messages(observation: str | Sequence[Message]) -> list[Message]:
-        """Return an observation as a list of messages. Text becomes a user message.
+    def messages(self, observation: str | Sequence[Message]) -> list[Message]:
+        """Return an observation as a list of messages. Text becomes a user message, and images ``{"type": "image"}``.
 
         Raises:
-            RunError: if a message contains content other than text.
+            RunError: if a message contains content other than text, and images if the model reads images.
         """
-        if isinstance(observation, str):
-            return [{"role": "user", "content": observation}]
+        return self._plain(observation)[0]
+
+    def _plain(self, observation: str | Sequence[Message]) -> tuple[list[Message], list[Any]]:
+        """Return an observation as a list of messages, and the images in their parts as they were given."""
+        images: list[Any] = []
+        given = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
         try:
-            return [plain_message(message) for message in observation]
+            plain = [plain_message(message, None if self._images is None else images) for message in given]
         except ValueError as error:
             raise RunError(f"a message of an observation {error}") from None
+        if self._images is None:
+            return [*plain], images
+        return [with_texts(message, self._images.as_text) for message in plain], images
+
+    def _as_text(self, text: str) -> str:
+        return text if self._images is None else self._images.as_text(text)
+
+    def _placed(self, token_ids: np.ndarray, images: Sequence[Any]) -> tuple[np.ndarray, Images]:
+        """Return the tokens with all placeholders, and the images. Raises RunError if an image is invalid."""
+        if self._images is None:
+            return token_ids, ()
+        read = []
+        for number, image in enumerate(images):
+            try:
+                read.append(self._images.read(image))
+            except ValueError as error:
+                raise RunError(f"image {number} of an observation {error}") from None
+        try:
+            return self._images.place(token_ids, read)
+        except ValueError as error:
+            raise RunError(f"the chat template renders {error}") from None
 
     def _rendered(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, prompts: bool = True
@@ -161,11 +243,21 @@ class Conversation:
         return np.array(self.tokenizer(text, add_special_tokens=special)["input_ids"], np.int32)
 
 
+def _without_images(token_ids: np.ndarray, images: Images) -> np.ndarray:
+    if images:
+        raise RunError("the messages contain images, which this method of a conversation does not support")
+    return token_ids
+
+
+Asked = str | Message | Prompt
+"""Text or message of a user, or a prompt of the dataset."""
+
+
 @dataclass(frozen=True)
 class Exchange:
     """A prompt and its reply."""
 
-    message: str | Prompt
+    message: Asked
     reply: np.ndarray
     """int32 [tokens]. A truncated reply has no end-of-message token."""
 
@@ -196,20 +288,20 @@ class Dialogue:
         """Drop all exchanges."""
         self._exchanges = []
 
-    def prompt(self, message: str | Prompt) -> tuple[np.ndarray, int]:
-        """Return the prompt for a reply to ``message``, int32 [tokens], and the number of dropped exchanges.
+    def prompt(self, message: Asked) -> tuple[np.ndarray, Images, int]:
+        """Return the prompt for a reply to ``message``, int32 [tokens], its images, and the number of lost exchanges.
 
         A ``Prompt`` of the dataset begins a new conversation. The prompt's tokens are used unchanged.
 
         Raises:
             ConfigError: if the prompt leaves no room for a reply.
-            RunError: if the chat template refuses the conversation.
+            RunError: if the chat template refuses the conversation, or an image needs a template.
         """
         if isinstance(message, Prompt):
             self.reset()
         dropped = 0
         while True:
-            ids = self._tokens(message)
+            ids, images = self._tokens(message)
             if len(ids) + self._reply <= self._context or not self._exchanges:
                 break
             self._exchanges.pop(0)
@@ -219,29 +311,38 @@ class Dialogue:
                 f"the prompt has {len(ids)} tokens, but the model's context is limited to {self._context} "
                 "(policy.max_total_sequence_length)"
             )
-        return ids, dropped
+        return ids, images, dropped
 
-    def add(self, message: str | Prompt, reply: Sequence[int] | np.ndarray) -> None:
+    def add(self, message: Asked, reply: Sequence[int] | np.ndarray) -> None:
         """Append an exchange to the history. This has no effect without a chat template, because only a template
         separates turns."""
         if self._conversation.chat:
             self._exchanges.append(Exchange(message, np.asarray(reply, np.int32)))
 
-    def _tokens(self, message: str | Prompt) -> np.ndarray:
-        texts = [*(exchange.message for exchange in self._exchanges), message]
-        parts = [self._first(texts[0])]
-        for exchange, text in zip(self._exchanges, texts[1:]):
+    def _tokens(self, message: Asked) -> tuple[np.ndarray, Images]:
+        messages = [*(exchange.message for exchange in self._exchanges), message]
+        ids, images = self._first(messages[0])
+        parts, length = [ids], len(ids)
+        for exchange, later in zip(self._exchanges, messages[1:]):
             last = int(exchange.reply[-1]) if len(exchange.reply) else -1
-            parts += [exchange.reply, self._conversation.continuation(None, str(text), last)]
-        return np.concatenate(parts)
+            assert not isinstance(later, Prompt)  # a prompt begins a conversation
+            observation = later if isinstance(later, str) else [later]
+            ids, more = self._conversation.continuation_with_images(None, observation, last)
+            images += moved(more, length + len(exchange.reply))
+            parts += [exchange.reply, ids]
+            length += len(exchange.reply) + len(ids)
+        return np.concatenate(parts), images
 
-    def _first(self, message: str | Prompt) -> np.ndarray:
+    def _first(self, message: Asked) -> tuple[np.ndarray, Images]:
         if isinstance(message, Prompt):
-            return message.token_ids
+            return message.token_ids, message.images
         if not self._conversation.chat:
-            return self._conversation.prompt(f"{self._system}\n\n{message}" if self._system else message)[1]
+            if not isinstance(message, str):
+                raise RunError("an image requires a tokenizer with a chat template")
+            return self._conversation.prompt(f"{self._system}\n\n{message}" if self._system else message)[1], ()
         system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
-        return self._conversation.prompt([*system, {"role": "user", "content": message}])[1]
+        asked: Message = {"role": "user", "content": message} if isinstance(message, str) else message
+        return self._conversation.prompt_with_images([*system, asked])[1:]
 
 
 def output_items(reply: Reply, split_reasoning: bool = False) -> list[dict[str, Any]]:

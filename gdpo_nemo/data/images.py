@@ -95,7 +95,7 @@ def read_image(value: Any, limits: ImagesConfig, folder: Path | None = None) -> 
     """
     if isinstance(value, Image):
         return value
-    from PIL import Image as Pillow
+    from PIL import Image as Pillow, UnidentifiedImageError
 
     if isinstance(value, Pillow.Image):
         _check_size(value, limits)
@@ -107,7 +107,7 @@ def read_image(value: Any, limits: ImagesConfig, folder: Path | None = None) -> 
             opened = Pillow.open(io.BytesIO(data), formats=_FORMATS)
     except Pillow.DecompressionBombError:
         raise ValueError(f"has too many pixels; the maximum is {limits.max_pixels} (data.images.max_pixels)") from None
-    except Pillow.UnidentifiedImageError:
+    except UnidentifiedImageError:
         raise ValueError(f"is not an image; supported formats: {', '.join(_FORMATS)}") from None
     except Exception as error:  # noqa: BLE001 - damaged files raise many exception types
         raise _damaged(error) from None
@@ -191,6 +191,10 @@ def _from_text(text: str, limits: ImagesConfig, folder: Path | None) -> bytes:
         return _downloaded(text, limits)
     if folder is None:
         return _from_base64(text, "is neither base64 nor a data URL; a path requires data.images.folder")
+    return _from_path(text, limits, folder)
+
+
+def _from_path(text: str, limits: ImagesConfig, folder: Path) -> bytes:
     path = folder / text
     if not os.path.lexists(path):
         if len(text) < _SHORTEST_BASE64:

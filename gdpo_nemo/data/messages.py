@@ -8,7 +8,7 @@ such values as Python's text, or drop them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -22,18 +22,27 @@ Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
 _TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of content parts that contain text."""
+_IMAGE_PARTS = ("image", "image_url", "input_image")
+"""Types of content parts that contain an image, or are the place of an image in another column."""
+_IMAGE_KEYS = ("image", "image_url", "url", "path", "base64")
+"""Keys of an image in a content part."""
 
 
-def chat_messages(messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> list[dict[str, Any]]:
+def chat_messages(
+    messages: Sequence[Message], tools: Sequence[Tool] | None = None, images: list[Any] | None = None
+) -> list[dict[str, Any]]:
     """Return the messages with text as content, objects as arguments of tool calls, and without nulls.
 
-    The role ``developer`` becomes ``system``. Content of a tool that is not text becomes JSON text.
+    The role ``developer`` becomes ``system``. Content of a tool that is not text becomes JSON text. Content with images
+    becomes a list of the parts ``{"type": "image"}`` and ``{"type": "text", "text": ...}``.
 
     Args:
         tools: result of ``tool_schemas``. A null argument remains if its schema accepts null.
+        images: list to which the images of the messages are appended in order, or None for a part without an image. If
+            the list is None, images are refused.
 
     Raises:
-        ValueError: if a message contains content other than text, or an invalid tool call. The error names the message.
+        ValueError: if a message contains content of another kind, or an invalid tool call. The error names the message.
     """
     parameters = {}
     for tool in tools or ():
@@ -42,7 +51,7 @@ def chat_messages(messages: Sequence[Message], tools: Sequence[Tool] | None = No
     found = []
     for index, message in enumerate(messages):
         try:
-            plain = plain_message(message)
+            plain = plain_message(message, images)
             if calls := plain.get("tool_calls"):
                 plain["tool_calls"] = [_call(call, parameters) for call in calls]
         except ValueError as error:
@@ -51,10 +60,15 @@ def chat_messages(messages: Sequence[Message], tools: Sequence[Tool] | None = No
     return found
 
 
-def plain_message(message: Message) -> dict[str, Any]:
+def plain_message(message: Message, images: list[Any] | None = None) -> dict[str, Any]:
     """Return a message as ``chat_messages`` does, but with its tool calls unchanged. Raises ValueError."""
     plain = _given(message)
-    plain["content"] = _text(message)
+    content: Any = message.get("content")
+    if images is not None and _has_images(content):
+        plain["content"] = list(map(_part, content))
+        images += [image_in(part) for part in content if is_image(part)]
+    else:
+        plain["content"] = _text(message)
     if plain.get("role") == "developer":
         plain["role"] = "system"
     if not plain.get("tool_calls", True):
@@ -82,6 +96,43 @@ def _text(message: Message) -> str:
 
 def _is_text(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str)
+
+
+def is_image(part: Any) -> bool:
+    """Return whether a part of a message's content is an image."""
+    return isinstance(part, Mapping) and part.get("type") in _IMAGE_PARTS
+
+
+def image_in(part: Mapping[str, Any]) -> Any:
+    """Return the image in a content part, in any form that ``read_image`` accepts. None if it is in another column."""
+    return next((part[key] for key in _IMAGE_KEYS if part.get(key) is not None), None)
+
+
+def _has_images(content: Any) -> bool:
+    """Return whether content consists of images and text."""
+    if not isinstance(content, (list, tuple)) or not any(map(is_image, content)):
+        return False
+    return all(is_image(part) or _is_text(part) for part in content)
+
+
+def _part(part: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "image"} if is_image(part) else {"type": "text", "text": part["text"]}
+
+
+def texts_in(content: str | Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the texts of a plain message's content."""
+    return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
+
+
+def with_texts(message: Message, change: Callable[[str], str]) -> dict[str, Any]:
+    """Return a plain message with the texts of its content changed."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": change(content)}
+    changed = []
+    for part in content:
+        changed.append({**part, "text": change(part["text"])} if part["type"] == "text" else part)
+    return {**message, "content": changed}
 
 
 def _call(call: Any, parameters: Mapping[Any, Any]) -> dict[str, Any]:
@@ -212,20 +263,24 @@ def lost_message(messages: Sequence[Message], text: str) -> int | None:
     Templates may change white space, write content as a JSON string, and drop the reasoning of earlier turns.
     """
     for index, message in enumerate(messages):
-        content = message["content"].strip()
-        if content in text:
-            continue
-        if message["role"] == "assistant":
-            content = answer_of(content).strip()
-        forms = (content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1])
-        if content not in text and not any(_compact(form) in _compact(text) for form in forms):
-            return index
+        for content in texts_in(message["content"]):
+            if _is_lost(content.strip(), message["role"], text):
+                return index
     return None
+
+
+def _is_lost(content: str, role: str, text: str) -> bool:
+    if content in text:
+        return False
+    if role == "assistant":
+        content = answer_of(content).strip()
+    forms = (content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1])
+    return content not in text and not any(_compact(form) in _compact(text) for form in forms)
 
 
 def lost_text(messages: Sequence[Message], lost: int, inserted: int = 0) -> str:
     """Describe the result of ``lost_message``. ``inserted`` is the number of messages before those of the row."""
-    role, content = messages[lost]["role"], messages[lost]["content"].strip()[:40]
+    role, content = messages[lost]["role"], " ".join(texts_in(messages[lost]["content"])).strip()[:40]
     name = f"message {lost - inserted} ({role})" if lost >= inserted else "the system prompt"
     return (
         f"the chat template does not render the text of {name}, which begins with {content!r}; remove the text, or use "

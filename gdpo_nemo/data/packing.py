@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from gdpo_nemo.algorithms.losses import TokenInputs
+from gdpo_nemo.data.image_rows import Cut, Grid, ImagePacker, ImageRows
 from gdpo_nemo.data.images import Images
 from gdpo_nemo.data.state_keys import state_keys
 from gdpo_nemo.models.description import ModelDescription
@@ -347,6 +348,10 @@ class PackedRows:
     routing: np.ndarray | None = None
     """int16 [local tokens, MoE layers * experts per token]: ``TrainSequence.routing``, with -1 for padding. None if no
     sequence of the micro-batch has it."""
+    rope_positions: np.ndarray | None = None
+    """int64 [local tokens, 3]: positions on axes of images (``image_rows.rope_positions``). None for text models."""
+    images: ImageRows | None = None
+    """Images of the local tokens, or None if there are none."""
 
 
 def pad_lengths(lengths: Sequence[int], multiple: int, total_multiple: int) -> list[int]:
@@ -366,6 +371,7 @@ def pack_rows(
     context_size: int = 1,
     total_multiple: int = 1,
     positions: Callable[[int, int, int], Any] | None = None,
+    grid: Grid | None = None,
 ) -> PackedRows:
     """Pack sequences of a batch into a micro-batch. An empty micro-batch contains only padding and has no rows.
 
@@ -375,6 +381,10 @@ def pack_rows(
             number is the number of tensor-parallel times context-parallel ranks.
         positions: function (length, rank, size) that returns the positions of a sequence's tokens on a context-parallel
             rank, as a list, array or tensor of integers. None for one rank.
+        grid: rows and columns of an image's placeholders. None for text models.
+
+    Raises:
+        ValueError: if the number of an image's placeholders does not match ``grid``.
     """
     # Megatron gives every context-parallel rank two chunks of a sequence, one from each end.
     multiple = 2 * context_size if context_size > 1 else 1
@@ -386,6 +396,7 @@ def pack_rows(
     choices = [sequences[i].routing for i in members]
     width = next((rows.shape[1] for rows in choices if rows is not None), 0)
     routing: list[np.ndarray] = []
+    packer = grid and ImagePacker(grid)
     columns: list[tuple[np.ndarray, ...]] = []
     rows_of = np.zeros(0, np.int64)
     start = 0
@@ -397,11 +408,12 @@ def pack_rows(
         if positions is not None and context_size > 1:
             token_indices = np.asarray(positions(length, context_rank, context_size))
         tokens.append(padded_tokens[token_indices])
-        if width:
-            padded_choices = np.full((length, width), -1, np.int16)  # for padding, the router chooses
-            if s.routing is not None:
-                padded_choices[: len(s) - s.shared] = s.routing[s.shared :]
-            routing.append(padded_choices[token_indices])
+        cut = Cut(s.shared, length, token_indices)
+        if width:  # for padding, the router chooses
+            choice = np.full((len(s), width), -1, np.int16) if s.routing is None else s.routing
+            routing.append(cut.rows(choice.astype(np.int16, copy=False), -1))
+        if packer:
+            packer.add(len(s), s.images, cut)
         local_rows = np.full(length, -1, np.int64)
         local_rows[token_indices] = start + np.arange(len(token_indices))
         # The previous sequence has computed the shared tokens, so their rows are its rows.
@@ -411,9 +423,15 @@ def pack_rows(
     if not members:
         tokens = [np.zeros(padded[0] // context_size, np.int64)]
         columns = [(np.zeros(0, np.int64),) * 4]
+        if packer:
+            packer.add(0, (), Cut(0, padded[0], np.arange(len(tokens[0]))))
     rows, targets, sequence, offset = (np.concatenate(column).astype(np.int64) for column in zip(*columns))
-    joined = np.concatenate(routing) if routing else None
-    return PackedRows(np.concatenate(tokens), padded, shared, rows, targets, sequence, offset, joined)
+    found = PackedRows(np.concatenate(tokens), padded, shared, rows, targets, sequence, offset)
+    if routing:
+        found.routing = np.concatenate(routing)
+    if packer:
+        found.rope_positions, found.images = packer.positions(), packer.images()
+    return found
 
 
 def _tokens_from(sequence: TrainSequence, start: int) -> np.ndarray:

@@ -43,6 +43,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from gdpo_nemo.data.images import Images
 from gdpo_nemo.data.replies import ReplyParser
 from gdpo_nemo.data.tokenizer import load_tokenizer
 from gdpo_nemo.generation.engine_failures import (
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
 
     from vllm import RequestOutput, SamplingParams
 
+    from gdpo_nemo.generation.images import ImagePrompt
     from gdpo_nemo.weights.transports.base import Receiver
 
 CPU_ENVIRONMENT = {
@@ -111,6 +113,7 @@ class VllmRequest:
     name: str
     prompt_ids: list[int]
     parameters: SamplingParams
+    images: ImagePrompt | None = None
     answer: Future[RequestOutput] | None = None
     """Future for the output, or None if ``poll`` returns the completion."""
     decodes: bool = False
@@ -180,7 +183,7 @@ class Engine:
         """Return the host name and the process id of this engine."""
         return socket.gethostname(), os.getpid()
 
-    def submit(self, requests: Mapping[str, tuple[SampleRequest, Sampling]]) -> None:
+    def submit(self, requests: Mapping[str, tuple[SampleRequest, Sampling]]) -> list[str]:
         """Add requests without waiting. ``poll`` returns their completions.
 
         All requests of a call are added before the same step, in order. This makes batches reproducible. The last
@@ -188,14 +191,23 @@ class Engine:
         start after the update.
 
         Args:
-            requests: requests and sampling settings by name.
+            requests: requests and sampling settings by name. An image without data must have been sent earlier.
+
+        Returns:
+            Hashes of images without data that the engine does not have (any more). If there are any, no request was
+            added, and the call must be repeated with their data.
 
         Raises:
-            RunError: if a prompt is empty or leaves no room for a completion, if the engine sleeps or has received only
-                part of an update, or if vLLM has failed.
+            RunError: if a prompt is empty or leaves no room for a completion, if vLLM needs another number of tokens
+                for an image than its request has, if the engine sleeps or has received only part of an update, or if
+                vLLM has failed.
         """
         self._check_can_sample()
-        self._enqueue_requests([self._to_vllm_request(name, *request) for name, request in requests.items()])
+        images, missing = self._image_prompts([request.images for request, _ in requests.values()])
+        if not missing:
+            added = [self._to_vllm_request(name, *r, i) for (name, r), i in zip(requests.items(), images)]
+            self._enqueue_requests(added)
+        return missing
 
     def poll(self, wait_s: float) -> EngineReport:
         """Return the requests that have finished since the last call, and the engine's load.
@@ -248,14 +260,15 @@ class Engine:
         """
         self._check_can_sample()
         start = time.monotonic()
+        images = self._all_image_prompts([request.images for request in requests])
         outputs = self._run_and_wait(
-            [self._to_vllm_request(self._unique_name(), request, sampling) for request in requests]
+            [self._to_vllm_request(self._unique_name(), r, sampling, i) for r, i in zip(requests, images)]
         )
         completions = list(map(completion_of, outputs))
         version = min((completion.version for completion in completions), default=self.version)
         return CompletionBatch(completions, version, time.monotonic() - start)
 
-    def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def score(self, sequences: Sequence[np.ndarray], images: Sequence[Images] = ()) -> list[np.ndarray]:
         """Return the log-probs of all tokens except the first, at temperature 1.
 
         Sequences are batched with the requests in flight. Sequences that arrive during a weight update start after the
@@ -263,13 +276,16 @@ class Engine:
 
         Args:
             sequences: token ids. Shape: [tokens] each.
+            images: images of each sequence, or empty if no sequence has images.
 
         Returns:
             One array per sequence. Shape: float32 [tokens - 1].
         """
         self._check_can_sample()
         parameters = scoring_parameters()
-        requests = [VllmRequest(self._unique_name(), np.asarray(ids).tolist(), parameters) for ids in sequences]
+        requests = []
+        for ids, prompt in zip(sequences, self._all_image_prompts(images or [()] * len(sequences))):
+            requests.append(VllmRequest(self._unique_name(), np.asarray(ids).tolist(), parameters, prompt))
         return list(map(scores_of, self._run_and_wait(requests)))
 
     def _run_and_wait(self, requests: Sequence[VllmRequest]) -> list[Any]:
@@ -287,7 +303,23 @@ class Engine:
             state = "it is asleep" if self._core.asleep else "it received only part of a weight update"
             raise RunError(f"the engine cannot sample: {state}")
 
-    def _to_vllm_request(self, name: str, request: SampleRequest, sampling: Sampling) -> VllmRequest:
+    def _image_prompts(self, images: Sequence[Images]) -> tuple[Sequence[ImagePrompt | None], list[str]]:
+        """See ``EngineImages.prompts``. Images are processed by the calling thread, while the engine samples."""
+        if not any(images):
+            return [None] * len(images), []
+        if self._core.images is None:
+            raise RunError("a prompt has images, but the model has no vision tower")
+        return self._core.images.prompts(images)
+
+    def _all_image_prompts(self, images: Sequence[Images]) -> Sequence[ImagePrompt | None]:
+        prompts, missing = self._image_prompts(images)
+        if missing:
+            raise RunError(f"{len(missing)} images have no data")
+        return prompts
+
+    def _to_vllm_request(
+        self, name: str, request: SampleRequest, sampling: Sampling, images: ImagePrompt | None
+    ) -> VllmRequest:
         length = len(request.prompt_ids)
         room = self._max_model_len - length
         if room < 1:
@@ -297,7 +329,9 @@ class Engine:
         if not length:
             raise RunError("a prompt must have at least one token")
         parameters = sampling_parameters(request, sampling, room)
-        return VllmRequest(name, request.prompt_ids.tolist(), parameters, None, request.decodes, request.group)
+        return VllmRequest(
+            name, request.prompt_ids.tolist(), parameters, images, decodes=request.decodes, group=request.group
+        )
 
     def prepare_update(self, manifest: Manifest, kv: str = "drain") -> None:
         """Check the tensor names of a weight update, then stop the engine between two steps until the weights arrive.
@@ -542,7 +576,7 @@ class Engine:
 
     def _add(self, requests: Collection[VllmRequest]) -> None:
         self._inflight |= {request.name: request for request in requests}
-        self._core.add((request.name, request.prompt_ids, request.parameters) for request in requests)
+        self._core.add((request.name, request.prompt_ids, request.parameters, request.images) for request in requests)
 
     def _drop(self, names: frozenset[str]) -> None:
         self._parked = [request for request in self._parked if request.name not in names]

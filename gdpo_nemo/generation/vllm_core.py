@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from vllm import RequestOutput, SamplingParams
 
+    from gdpo_nemo.generation.images import EngineImages, ImagePrompt
     from gdpo_nemo.weights.transports.base import Receiver
 
 _BATCHED_TOKENS = 8192
@@ -40,6 +41,8 @@ _CPU_BLOCK = 32
 The samples of a group share only complete KV cache blocks of their prompt. With vLLM's default of 128, samples would
 not share a prompt of 49 tokens. vLLM's CPU attention requires at least 32.
 """
+_TOWERS = ("visual.", "model.visual.")
+"""Prefixes of the tensors of vision towers."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ class EngineOptions:
     """True to return the experts that the model chose (``Completion.routing``)."""
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer. None uses the tokenizer in the model folder."""
+    images_per_prompt: int = 1
+    """Number of images in a prompt for which a vision-language model reserves memory on a GPU."""
 
 
 class Load(NamedTuple):
@@ -131,6 +136,13 @@ class VllmCore:
         self._targets = tuple(options.targets)
         self.version = -1
         self._engine.set_weight_version("-1")
+        self.images: EngineImages | None = None
+        """Images for the prompts of a vision-language model. Other threads may use them."""
+        if placeholder := _placeholder(options.model):
+            self._engine.reset_mm_cache()  # wait until vLLM has tried its image processor
+            from gdpo_nemo.generation.images import EngineImages
+
+            self.images = EngineImages(self._engine.renderer, placeholder)
         self._updates = 0
         """Number of weight updates. This number is the salt of the prefix cache, so that requests do not share prefixes
         with requests of older weights."""
@@ -143,21 +155,24 @@ class VllmCore:
         """True if at least one request is unfinished."""
         return bool(self._engine.has_unfinished_requests())
 
-    def add(self, requests: Iterable[tuple[str, list[int], SamplingParams]]) -> None:
-        """Add requests as (name, prompt token ids, parameters).
+    def add(self, requests: Iterable[tuple[str, list[int], SamplingParams, ImagePrompt | None]]) -> None:
+        """Add requests as (name, prompt token ids, parameters, images).
 
         If the engine is idle, all requests start in the same step. If the engine is busy and the scheduler runs in a
         separate process, steps continue while requests are added.
         """
-        from vllm.inputs import tokens_input
+        from vllm.inputs import mm_input, tokens_input
 
+        salt = str(self._updates)
         pause_first = self._steps_by_itself and not self._paused and not self.busy
         if pause_first:
             self._pause()
-        for name, prompt_ids, parameters in requests:
-            internal = self._engine.add_request(
-                name, tokens_input(prompt_ids, cache_salt=str(self._updates)), parameters
-            )
+        for name, prompt_ids, parameters, images in requests:
+            if images is None:
+                prompt = tokens_input(prompt_ids, cache_salt=salt)
+            else:
+                prompt = mm_input(prompt_ids, **images._asdict(), cache_salt=salt)
+            internal = self._engine.add_request(name, prompt, parameters)
             if self._recorder:
                 self._internal_names[name] = internal
         if pause_first:
@@ -298,6 +313,9 @@ class VllmCore:
         self._updates += 1
         if not keep:
             self._engine.reset_prefix_cache(reset_running_requests=True)
+        if any(entry.name.startswith(_TOWERS) for entry in manifest.entries):
+            # vLLM keeps the tower's outputs by image, also those of finished requests.
+            self._engine.reset_encoder_cache()
         self.torn = False
         self.version = manifest.version
 
@@ -351,16 +369,28 @@ def _register_model(folder: str) -> None:
     """
     from vllm.model_executor.models import ModelRegistry
 
-    for name in json.loads((Path(folder) / "config.json").read_text()).get("architectures") or ():
+    for name in _config(folder).get("architectures") or ():
         known = ModelRegistry.models.get(name)
         if known is not None:
             ModelRegistry.register_model(name, known.load_model_cls())
 
 
+def _config(folder: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
+    return content
+
+
+def _placeholder(folder: str) -> int | None:
+    """Return the token id of an image's placeholder. None if the model has no vision tower."""
+    content = _config(folder)
+    return content.get("image_token_id") if "vision_config" in content else None
+
+
 def _device_arguments(options: EngineOptions) -> dict[str, Any]:
-    """Return vLLM's arguments that depend on the device type."""
+    """Return vLLM's arguments that depend on the model and on the device type."""
     config = options.config
-    model = describe(json.loads((Path(options.model) / "config.json").read_text()))
+    content = _config(options.model)
+    model = describe(content)
     family = model.family
     # vLLM treats these options as fields of the model's config.json.
     fields = dict(family.engine_fields)
@@ -397,6 +427,10 @@ def _device_arguments(options: EngineOptions) -> dict[str, Any]:
             enable_return_routed_experts=options.records_routing,
         )
         fields["head_dtype"] = config.head_dtype
+    if "vision_config" in content:
+        # ``EngineImages`` keeps processed images. The caches of vLLM's processes can get out of step.
+        arguments |= dict(mm_processor_cache_gb=0, skip_mm_profiling=options.on_cpu)
+        arguments["limit_mm_per_prompt"] = {"image": options.images_per_prompt, "video": 0}
     if fields:
         arguments["hf_overrides"] = fields
     if config.tensor_parallel_size > 1:

@@ -152,6 +152,11 @@ class Policy:
         """Data-parallel rank. Ranks with the same data-parallel rank process the same sequences."""
         return int(parallel_state.get_data_parallel_rank())
 
+    @property
+    def is_first_stage(self) -> bool:
+        """True if this rank has the embedding and the vision tower, and therefore needs the data of images."""
+        return bool(parallel_state.is_pipeline_first_stage(ignore_virtual=True))
+
     def _parameters(self) -> Iterator[torch.nn.Parameter]:
         for chunk in self.chunks:
             yield from chunk.parameters()

@@ -23,13 +23,14 @@ from gdpo_nemo.observe.metric_registry import about_of, title_of
 from gdpo_nemo.observe.metrics import History, read_metrics
 from gdpo_nemo.observe.plot import diagnostics_png, effects_png, measured_diagnostics, plot_rewards, rewards_png
 from gdpo_nemo.observe.run_files import read_alerts, read_run_config, status_if_whole
+from gdpo_nemo.observe.sample_images import RecordedImages, with_labels
 from gdpo_nemo.observe.samples import read_columns, rollout_files
 from gdpo_nemo.utils.errors import RunError
 from gdpo_nemo.utils.files import real_path, remove_partial_files, write_whole
 
 FILE = "report.html"
 _MOST_CHARACTERS = 4000
-_SHOWN = ("prompt", "completion", "rewards", "criteria", "advantage", "outcome")
+_SHOWN = ("prompt", "completion", "rewards", "criteria", "advantage", "outcome", "images")
 """Columns of the sample files that the report shows."""
 
 
@@ -154,7 +155,8 @@ def _first_group(path: Path) -> list[dict[str, Any]]:
 def _shown(step: int, group: list[dict[str, Any]]) -> Shown:
     group.sort(key=lambda r: r.get("advantage") or 0.0, reverse=True)
     ends = [group[0], group[-1]] if len(group) > 1 else group
-    return step, _cut(group[0]["prompt"]), [(_result(record), _cut(record["completion"])) for record in ends]
+    prompt = with_labels(group[0]["prompt"], RecordedImages().placed(group[0]["images"]))
+    return step, _cut(prompt), [(_result(record), _cut(record["completion"])) for record in ends]
 
 
 def _result(record: dict[str, Any]) -> str:

@@ -187,8 +187,9 @@ def _sample(trajectory: Trajectory) -> list[Any]:
 
 
 def sample_hash(trajectory: Trajectory) -> str:
-    """Return a hash of the data that a sample trains: tokens, log-probs, mask and rewards, as 16 hexadecimal digits.
+    """Return a hash of the data that a sample trains, as 16 hexadecimal digits.
 
+    The data are tokens, log-probs, mask and rewards, and the hashes and places of images.
     The hash of a trajectory that was read from a sample file is the same, because these files are lossless.
     """
     written = trajectory.where_written(trajectory.logprobs)  # NaN elsewhere
@@ -204,6 +205,8 @@ def sample_hash(trajectory: Trajectory) -> str:
         digest.update(np.ascontiguousarray(tokens, np.int32))
     digest.update(np.ascontiguousarray(written, np.float32))
     digest.update(mask)
+    for image, start, count in (*trajectory.prompt.images, *trajectory.images):
+        digest.update(f"{image.sha256} {start} {count}".encode())
     return digest.hexdigest()
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from gdpo_nemo.config.load import recorded
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Group
-from gdpo_nemo.observe import journal, metrics, run_files, samples
+from gdpo_nemo.observe import journal, metrics, run_files, sample_images, samples
 from gdpo_nemo.observe.console import make_console
 from gdpo_nemo.observe.health import HealthAlerts
 from gdpo_nemo.observe.html_report import Redraw, write_report
@@ -280,7 +280,10 @@ def _card(folder: Path, config: Config, run_dir: Path, step: int) -> Path:
 
 
 FOLDER = "archive"
-_PARTS = (journal.FILE, samples.FOLDER, samples.VALIDATION, run_files.ALERTS, run_files.TRACE, metrics.FILE)
+_PARTS = (
+    journal.FILE, samples.FOLDER, samples.VALIDATION, sample_images.FOLDER, run_files.ALERTS, run_files.TRACE,
+    metrics.FILE,
+)  # fmt: skip
 """Files to archive. The metrics file is moved last, so that an interrupted move is repeated while this file exists."""
 
 

@@ -19,9 +19,12 @@ import numpy as np
 import pyarrow as pa
 
 from gdpo_nemo.data.records import Group, Trajectory
+from gdpo_nemo.observe.sample_images import image_rows
 from gdpo_nemo.observe.sample_values import NO_VALUES, SampleValues
 
 _NUMBERS = pa.map_(pa.string(), pa.float64())
+IMAGES = "images"
+"""Column that a file has only if a sample has images."""
 SCHEMA = pa.schema(
     {
         "prompt_id": pa.string(),
@@ -54,6 +57,9 @@ SCHEMA = pa.schema(
         "trainer_logprobs": pa.list_(pa.float32()),
         "entropies": pa.list_(pa.float32()),
         "routing": pa.list_(pa.int16()),
+        IMAGES: pa.list_(
+            pa.struct({"sha256": pa.string()} | dict.fromkeys(("width", "height", "start", "tokens"), pa.int32()))
+        ),
         "not_utf8": pa.string(),
     }
 )
@@ -74,6 +80,8 @@ SCHEMA = pa.schema(
 * ``thinking_tokens`` is set only if a rule of ``gdpo.shaping`` has ``thinking: false``.
 * ``routing`` lists the experts that the sampler chose, by token of prompt and completion, layer and choice, or -1 if
   unknown. It is set only with ``policy.router_replay: sampler``.
+* ``images`` lists the images of prompt and completion, with the index of each image's first placeholder among the
+  tokens of both, and the number of its placeholders. Files in ``images/`` (``sample_images``) contain the images.
 * ``not_utf8`` is JSON with the original texts that contain an unpaired surrogate, by column. UTF-8 cannot encode
   surrogates, so the columns themselves contain question marks instead.
 """
@@ -93,6 +101,7 @@ LATER = (
     "thinking_tokens",
     "entropies",
     "routing",
+    IMAGES,
 )
 """Columns that Parquet files of older runs lack. Readers fill these columns with nulls."""
 _DEFAULTS |= dict.fromkeys(LATER)
@@ -151,6 +160,7 @@ def _fields(group: Group, trajectory: Trajectory) -> dict[str, Any]:
         "spans": t.spans,
         "extra": t.extra,
         "routing": None if t.routing is None else t.routing.ravel(),
+        IMAGES: image_rows((*t.prompt.images, *t.images)),
     }
 
 

@@ -67,7 +67,7 @@ class SampleProcess:
 
 def _short(prompt: Prompt) -> Prompt:
     """Return a prompt without the fields that are not saved with samples."""
-    return Prompt(prompt.id, prompt.token_ids, prompt.text, prompt.environment)
+    return Prompt(prompt.id, prompt.token_ids, prompt.text, prompt.environment, images=prompt.images)
 
 
 def _unpacked(packed: PackedGroup) -> Group:

@@ -6,11 +6,12 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gdpo_nemo.data.records import Group
+from gdpo_nemo.observe import sample_images
 from gdpo_nemo.observe.sample_values import NO_VALUES, SampleValues
 from gdpo_nemo.utils.errors import first_line
 from gdpo_nemo.utils.files import open_file, parse_json, whole_file
@@ -91,8 +92,10 @@ def write_rollouts(
     values.check(sum(len(group.trajectories) for group in groups))
     path = validation_path(run_dir, step) if validation else Path(run_dir) / FOLDER / f"step_{step:04d}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
+    images = sample_images.images_of(groups)
+    sample_images.store_images(Path(run_dir) / sample_images.FOLDER, images.values())
     with whole(path) as partial:
-        _write_table(partial, _tables(groups, values))
+        _write_table(partial, _tables(groups, values), bool(images))
     return path
 
 
@@ -114,11 +117,13 @@ def _tables(groups: Sequence[Group], values: SampleValues) -> Iterator[pa.Table]
         row = last
 
 
-def _write_table(path: Path, tables: Iterator[pa.Table]) -> None:
+def _write_table(path: Path, tables: Iterator[pa.Table], images: bool) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from gdpo_nemo.observe.sample_columns import SCHEMA, TOKEN_FLOATS
+    from gdpo_nemo.observe.sample_columns import IMAGES, SCHEMA, TOKEN_FLOATS
+
+    schema = SCHEMA if images else SCHEMA.remove(SCHEMA.get_field_index(IMAGES))
 
     # Byte-stream splitting of log-probs saves 10 % of the space at the same speed. It would also shrink token ids, but
     # apart from Arrow, only recent readers support byte-stream splitting of integers. Dictionary encoding of token ids
@@ -126,20 +131,22 @@ def _write_table(path: Path, tables: Iterator[pa.Table]) -> None:
     texts = [field.name for field in SCHEMA if pa.types.is_string(field.type) and field.name != "completion"]
     split = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in TOKEN_FLOATS}
     names = [*texts, "rewards.key_value.key", "terms.key_value.key", "routing.list.element"]
+    names += ["images.list.element.sha256"] if images else []
     # The writer receives a path, because writing to a Python file would need the GIL for every page.
     with pq.ParquetWriter(
-        path, SCHEMA, compression="zstd", compression_level=1, use_dictionary=names, column_encoding=split
+        path, schema, compression="zstd", compression_level=1, use_dictionary=names, column_encoding=split
     ) as writer:
         for table in tables:
-            writer.write_table(table)
+            writer.write_table(table.select(schema.names))
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 
 
 def write_samples(path: Path, groups: Sequence[Group]) -> Path:
-    """Write a JSONL file atomically, with one JSON object per trajectory of ``groups``."""
+    """Write a JSONL file atomically, with one JSON object per trajectory of ``groups``, and their images beside it."""
     from gdpo_nemo.observe.sample_columns import records_of, table_of
 
+    sample_images.store_images(path.parent / sample_images.FOLDER, sample_images.images_of(groups).values())
     with whole_file(path) as file:
         for group in groups:
             file.writelines(json.dumps(record).encode() + b"\n" for record in records_of(table_of([group])))
@@ -220,6 +227,19 @@ def read_columns(path: str | Path, names: Sequence[str], rows: int | None = None
         first = next(file.iter_batches(max(1, rows), columns=existing), None)
         schema = pa.schema([SCHEMA.field(name) for name in existing])
         return completed(pa.Table.from_batches([] if first is None else [first], schema).slice(0, rows), names)
+
+
+def missing_images(run_dir: str | Path, paths: Iterable[Path]) -> list[str]:
+    """Return the SHA-256 of each image in sample files whose content is not in the run folder.
+
+    Raises the exceptions of ``read_columns``.
+    """
+    found: dict[str, None] = {}
+    for path in paths:
+        if path.suffix == ".parquet":  # JSONL files were written before samples had images
+            for rows in read_columns(path, ["images"]).column("images").to_pylist():
+                found |= dict.fromkeys(row["sha256"] for row in rows or ())
+    return [name for name in found if sample_images.image_path(run_dir, name) is None]
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from gdpo_nemo.data.records import Group, Trajectory
 from gdpo_nemo.observe.installation import installed
 from gdpo_nemo.observe.metric_registry import description_of
 from gdpo_nemo.observe.metrics import clean
+from gdpo_nemo.observe.sample_images import with_labels
 from gdpo_nemo.utils.errors import printable_lines
 
 _ID_FILE = "{}_run_id"
@@ -284,7 +285,8 @@ def markdown(table: CompletionTable) -> str:
 
 def _texts(trajectory: Trajectory) -> list[str]:
     prompt = trajectory.prompt
-    texts = (prompt.id, prompt.environment, prompt.text, trajectory.text, str(trajectory.outcome))
+    text = with_labels(prompt.text, prompt.images)
+    texts = (prompt.id, prompt.environment, text, trajectory.text, str(trajectory.outcome))
     return list(map(_short, texts))
 
 

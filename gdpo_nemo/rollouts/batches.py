@@ -13,11 +13,13 @@ import numpy as np
 from gdpo_nemo.algorithms.rubrics import restored
 from gdpo_nemo.config.layout import prompts_per_round
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.data.images import Images
 from gdpo_nemo.data.prompts import PromptSource, with_unique_ids
 from gdpo_nemo.data.records import Group, Outcome, Prompt, TrainerState, Trajectory, trajectories_of
 from gdpo_nemo.environments.execution.pools import EnvironmentExecutor
 from gdpo_nemo.generation.requests import Completion
 from gdpo_nemo.observe.journal import JournalEntry, read_journal, sample_hash
+from gdpo_nemo.observe.sample_images import RecordedImages, split_images
 from gdpo_nemo.observe.samples import read_rollouts, rollout_files
 from gdpo_nemo.utils.errors import RunError, first_line
 
@@ -265,6 +267,7 @@ class RecordedStream(BatchStream):
     def __init__(self, run_dir: Path, entries: Iterable[JournalEntry]):
         self._entries = {entry.step: entry for entry in entries}
         self._files = dict(rollout_files(run_dir))
+        self._run_dir = run_dir
 
     def get_batch(self, step: int) -> Rollout:
         """Return the recorded batch of step number ``step``, counted from 0.
@@ -274,7 +277,7 @@ class RecordedStream(BatchStream):
         """
         entry = self._entries[step + 1]
         file = self._files[step + 1]
-        groups = recorded_groups(entry, read_recorded(file), str(file))
+        groups = recorded_groups(entry, read_recorded(file), str(file), RecordedImages(self._run_dir))
         dropped = [(position, reason) for position, reason in entry.dropped]
         return Rollout(groups, entry.position, dropped=dropped, again=entry.again, version=step)
 
@@ -299,7 +302,7 @@ def read_trained_groups(run_dir: Path, step: int, positions: Sequence[int]) -> l
             f"{run_dir}: journal or samples of step {step} not found; rollout.replay_buffer requires them "
             "(save_samples)"
         )
-    groups = recorded_groups(entry, read_recorded(file), str(file))
+    groups = recorded_groups(entry, read_recorded(file), str(file), RecordedImages(run_dir))
     return [group for group in groups if group.position in positions]
 
 
@@ -315,16 +318,20 @@ def read_recorded(file: Path) -> list[dict[str, Any]]:
         raise RunError(f"{file}: cannot be read ({first_line(error)})") from None
 
 
-def recorded_groups(entry: JournalEntry, records: Sequence[Mapping[str, Any]], name: str) -> list[Group]:
+def recorded_groups(
+    entry: JournalEntry, records: Sequence[Mapping[str, Any]], name: str, images: RecordedImages | None = None
+) -> list[Group]:
     """Return the groups of a step, in the order in which they were trained.
 
     Args:
         records: samples of the step, from ``read_rollouts``.
         name: name of the sample file, for messages.
+        images: images of the run. None leaves ``Image.data`` empty.
 
     Raises:
-        RunError: if the samples do not match the journal, or a sample is damaged.
+        RunError: if the samples do not match the journal, a sample is damaged, or an image is missing.
     """
+    images = images or RecordedImages()
     sample_keys = []
     for record in records:
         if isinstance(record, Mapping):
@@ -339,10 +346,12 @@ def recorded_groups(entry: JournalEntry, records: Sequence[Mapping[str, Any]], n
             record = next(remaining)
             try:
                 # Agents choose the first prompt of each sample, so the prompts of a group may differ.
-                prompt = _prompt(record)
-                if made and np.array_equal(made[0].prompt.token_ids, prompt.token_ids):
+                own, later = split_images(images.placed(record.get("images")), len(record["prompt_ids"]))
+                prompt = _prompt(record, own)
+                if made and _is_same_prompt(made[0].prompt, prompt):
                     prompt = made[0].prompt
                 made.append(_trajectory(prompt, record, [(version, tokens) for version, tokens in spans]))
+                made[-1].images = later
                 problem = _difference(made[-1], *known)
             except (KeyError, TypeError, ValueError) as error:
                 reason = f"{type(error).__name__}: {error}"
@@ -361,14 +370,17 @@ def _difference(read: Trajectory, outcome: str, known_hash: str | None = None) -
     if read.num_policy_tokens != tokens:
         return f"has {read.num_policy_tokens} tokens of the policy, but {tokens} in journal.jsonl"
     if known_hash is not None and sample_hash(read) != known_hash:
-        return "has other tokens, log-probs or rewards than the trained sample in journal.jsonl"
+        return "has other tokens, log-probs, rewards or images than the trained sample in journal.jsonl"
     return None
 
 
-def _prompt(record: Mapping[str, Any]) -> Prompt:
-    return Prompt(
-        record["prompt_id"], np.array(record["prompt_ids"], np.int32), record["prompt"], record["environment"]
-    )
+def _prompt(record: Mapping[str, Any], images: Images) -> Prompt:
+    token_ids = np.array(record["prompt_ids"], np.int32)
+    return Prompt(record["prompt_id"], token_ids, record["prompt"], record["environment"], images=images)
+
+
+def _is_same_prompt(a: Prompt, b: Prompt) -> bool:
+    return np.array_equal(a.token_ids, b.token_ids) and a.images == b.images
 
 
 def _routing(tokens: int, choices: Any) -> np.ndarray | None:

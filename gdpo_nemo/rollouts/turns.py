@@ -116,9 +116,9 @@ class _Episode:
             return
         conversation = self._conversation
         t = self.transcript
-        text, ids = conversation.prompt(reply.observation, self._tools)
+        text, ids, images = conversation.prompt_with_images(reply.observation, self._tools)
         self._messages = conversation.messages(reply.observation) if conversation.chat else None
-        t.prompt = replace(t.prompt, token_ids=ids, text=text, messages=self._messages)
+        t.prompt = replace(t.prompt, token_ids=ids, text=text, messages=self._messages, images=images)
 
     async def take_turn(self, turn: int) -> None:
         """Sample one turn of the policy and pass it to the environment."""
@@ -163,7 +163,8 @@ class _Episode:
         t = self.transcript
         conversation = self._conversation
         calls = said.get("tool_calls", ())
-        ids = conversation.continuation(self._messages, observation, int(t.token_ids[-1]), self._tools, calls)
+        last = int(t.token_ids[-1])
+        ids, images = conversation.continuation_with_images(self._messages, observation, last, self._tools, calls)
         if not len(ids):
             start = str(observation)[:40]
             raise RunError(f"environment {t.prompt.environment!r}: an observation has no tokens: {start!r}")
@@ -172,7 +173,7 @@ class _Episode:
             # observation.
             self._is_full = True
             return
-        t.append_env_tokens(ids)
+        t.append_env_tokens(ids, images)
         t.messages += conversation.messages(observation)
         if self._messages is not None:
             self._messages += [said, *conversation.messages(observation)]

@@ -33,7 +33,8 @@ from gdpo_nemo.observe.log import RunLog
 from gdpo_nemo.observe.metrics import read_metrics
 from gdpo_nemo.observe.ownership import owned
 from gdpo_nemo.observe.run_files import status_if_whole
-from gdpo_nemo.observe.samples import FOLDER, rollout_files
+from gdpo_nemo.observe.sample_images import RecordedImages
+from gdpo_nemo.observe.samples import FOLDER, missing_images, rollout_files
 from gdpo_nemo.rollouts.batches import read_recorded, recorded_groups
 from gdpo_nemo.rollouts.user_functions import check_own_functions, load_estimator, load_shaping_rules
 from gdpo_nemo.training.algorithm import Algorithm, load_algorithm
@@ -48,7 +49,7 @@ from gdpo_nemo.training.checkpoints import (
 from gdpo_nemo.training.gdpo import GDPO
 from gdpo_nemo.training.inputs import model_folder, starting_adapter
 from gdpo_nemo.training.resume import config_files, record_config
-from gdpo_nemo.utils.errors import ConfigError, RunError
+from gdpo_nemo.utils.errors import ConfigError, RunError, first_line
 from gdpo_nemo.utils.state import from_json
 
 if TYPE_CHECKING:
@@ -153,7 +154,8 @@ def _audit_samples(
             continue
         saved = replace(entry, groups=entry.groups[: config.rollout.save_groups])
         try:
-            recorded_groups(saved, read_recorded(paths[entry.step]), str(paths[entry.step]))
+            records = read_recorded(paths[entry.step])
+            recorded_groups(saved, records, str(paths[entry.step]), RecordedImages(run_dir))
         except RunError as error:
             result.found.append(str(error))
         compared += len(saved.samples)
@@ -195,7 +197,9 @@ def plan_rerun(
     steps_to_train = range(state.step + 1, last + 1)
     entries = [entry for entry in entries if entry.step in steps_to_train]
     _require(run_dir, FILE, steps_to_train, {entry.step for entry in entries})
-    _require(run_dir, "rollouts/ (rollout.save_samples)", steps_to_train, {step for step, _ in rollout_files(run_dir)})
+    files = dict(rollout_files(run_dir))
+    _require(run_dir, "rollouts/ (rollout.save_samples)", steps_to_train, set(files))
+    _require_images(run_dir, [files[step] for step in steps_to_train])
     segments = _segments(run_dir, entries)
     if instead:
         segments = [
@@ -315,6 +319,22 @@ def _require(run_dir: Path, what: str, required: range, found: set[int]) -> None
     if missing:
         more = f" and {len(missing) - 1} more steps" if len(missing) > 1 else ""
         raise ConfigError(f"{run_dir}: {what} lacks step {missing[0]}{more}; later steps cannot be replayed without it")
+
+
+def _require_images(run_dir: Path, paths: Sequence[Path]) -> None:
+    """Check that the run folder contains the images of the samples.
+
+    Raises:
+        ConfigError: if an image is missing.
+        RunError: if a sample file cannot be read.
+    """
+    try:
+        missing = missing_images(run_dir, paths)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{run_dir / FOLDER}: a sample file cannot be read ({first_line(error)})") from None
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ConfigError(f"{run_dir}: images/ lacks image {missing[0]}{more}, which the samples to replay contain")
 
 
 def _segments(run_dir: Path, entries: Sequence[JournalEntry]) -> list[Segment]:

@@ -222,6 +222,25 @@ def check_keys(visit: Visit) -> None:
     page.keyboard.press("Escape")
 
 
+def check_images(browser: Any, page: Path, shots: Path | None = None) -> None:
+    """Thumbnails of the prompt are above its text, and those of a tool's answer are in place of its placeholders."""
+    sizes = "[...document.querySelectorAll('#detail img')].map((one) => [one.naturalWidth, one.naturalHeight])"
+    visit = Visit(browser, page, address="#1/0/0")
+    visit.wait("#detail h2", "sample 0")
+    visit.until("[...document.querySelectorAll('#detail img')].every((one) => one.complete)")
+    assert visit.page.evaluate(sizes) == [[64, 48], [26, 160]]
+    assert visit.text("#prompt").startswith("A [image 64×48 ") and visit.page.locator("[data-token]").count() == 3
+    visit.page.keyboard.press("n")
+    visit.wait("#detail h2", "sample 1")
+    visit.until("[...document.querySelectorAll('#detail img')].every((one) => one.complete)")
+    assert visit.page.evaluate(sizes) == [[64, 48], [26, 160], [160, 40]]
+    assert visit.page.locator("[data-token]").count() == 4  # 8 tokens, 4 of which are the image's
+    assert visit.page.locator(".turn.environment figure img").count() == 1
+    if shots:
+        visit.page.screenshot(path=shots)
+    visit.close()
+
+
 def check_hostile(browser: Any, folder: Path) -> None:
     """Every hostile sample is shown as text, and the page stays as it was."""
     run = inspector_runs.hostile_run(folder / "hostile")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from image_samples import image_group
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -68,6 +69,13 @@ def turns_run(folder: Path, steps: int = 2) -> Path:
         groups = [Group(prompt, samples)]
         values = SampleValues(advantages, scored, {"a": advantages}, entropies=entropies)
         write_rollouts(folder, step, groups, values)
+    return folder
+
+
+def image_run(folder: Path) -> Path:
+    """A step whose samples have images in the prompt, and one in a tool's answer."""
+    save_config(load_config(DEMO), make(folder) / "config.yaml")
+    write_rollouts(folder, 1, [image_group()], SampleValues(np.array([1.0, -1.0])))
     return folder
 
 

@@ -35,6 +35,7 @@ def test_filters_search_permalinks_keys_and_tokens_agree_with_the_files(browser,
 def test_conversation_marks_the_writer_and_token_values_equal_the_file(browser, tmp_path):
     run = inspector_runs.turns_run(tmp_path / "turns")
     assert inspector_in_chromium.check_turns(browser, run, site(run)) == 2
+    inspector_in_chromium.check_images(browser, site(inspector_runs.image_run(tmp_path / "images")))
 
 
 def test_no_head_of_the_list_is_cut_on_a_phone(browser, tmp_path):

@@ -29,8 +29,8 @@ def columns(site: Path) -> dict[str, np.ndarray]:
 
 
 def shards(site: Path, kind: str) -> list[Any]:
-    """Every shard of a kind, ``text`` or ``tokens``."""
-    starts = script(site, "index")["starts"][0 if kind == "text" else 1]
+    """Every shard of a kind: ``text``, ``tokens`` or ``images``."""
+    starts = script(site, "index")["starts"][("text", "tokens", "images").index(kind)]
     return [script(site, f"{kind}-{place:04d}") for place in range(len(starts))]
 
 

@@ -17,7 +17,9 @@ class _Handler(JsonHandler):
     def do_POST(self):
         body = self._body()
         self.server.requests.append((self.path, dict(self.headers), body))
-        lines = [line.partition(": ") for line in body["messages"][1]["content"].split("\n")]
+        content = body["messages"][1]["content"]
+        text = content if isinstance(content, str) else content[0]["text"]
+        lines = [line.partition(": ") for line in text.split("\n")]
         material = {name: json.loads(value) for name, _, value in lines}
         if "first" in material:
             return self._better(material)

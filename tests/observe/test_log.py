@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from demo_run import NASTY, demo_groups, demo_row, demo_validation
+from image_samples import FIRST, image_group
 from rich.console import Console
 
 from gdpo_nemo.commands import cli
@@ -20,6 +21,7 @@ from gdpo_nemo.observe import console, html_report as report, log, sample_writer
 from gdpo_nemo.observe.log import RunLog
 from gdpo_nemo.observe.metrics import History, read_metrics
 from gdpo_nemo.observe.run_files import RESTARTING, read_alerts, write_alert
+from gdpo_nemo.observe.sample_images import store_images
 from gdpo_nemo.observe.sample_values import SampleValues
 from gdpo_nemo.observe.samples import rollout_files
 from gdpo_nemo.utils.errors import RunError
@@ -80,10 +82,12 @@ def test_a_run_that_starts_over_leaves_nothing_of_the_first_try(config, run_dir)
 def test_record_of_a_run_that_starts_again_is_archived_and_reported(config, run_dir):
     for end in (4, 3, 2):
         play(config, range(1, end), status=RESTARTING)
+        store_images(run_dir / "images", [FIRST] if end == 4 else [])
     kept = {path.name: path for path in (run_dir / "archive").iterdir()}
     assert {name: len(read_metrics(path)) for name, path in kept.items()} == {"0001": 5, "0002": 4}
     assert [step for step, _ in rollout_files(kept["0001"])] == [1, 2, 3]
     assert [step for step, _ in rollout_files(run_dir)] == [1]
+    assert len(list((kept["0001"] / "images").iterdir())) == 1 and not (run_dir / "images").exists()
     (note,) = read_alerts(run_dir)
     assert note["level"] == "note" and str(kept["0002"]) in note["text"]
 
@@ -140,12 +144,14 @@ def test_the_report_is_one_page_without_anything_active_in_it(config, run_dir):
     save_config(config, run_dir / "config.yaml")
     run = RunLog(config, run_dir)
     run.step(demo_row(1), demo_groups(1), SampleValues(np.linspace(-1, 1, 6)))
+    run.step(demo_row(2), [image_group()], SampleValues(np.zeros(2)))
     run.alert("slow <engine>")
     run.close("complete")
     page = (run_dir / "report.html").read_text()
     assert NASTY[:9] == "a<script>" and "<script" not in page and "&lt;script&gt;" in page
     assert "slow &lt;engine&gt;" in page and "max_num_steps: 60" in page and "39172=&lt;b&gt;" in page
     assert page.count("data:image/png;base64,") == 2 and "http" not in page
+    assert "A [image 64×48 " in page and "image_pad" not in page
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import time
 import numpy as np
 import pytest
 from demo_run import demo_groups, demo_row
+from image_samples import image_group
 from power_loss import SyncedDisk
 
 from gdpo_nemo.data.records import Group, pack_trajectories, unpack_trajectories
@@ -22,7 +23,7 @@ from gdpo_nemo.observe.metrics import read_metrics
 from gdpo_nemo.observe.run_files import read_alerts
 from gdpo_nemo.observe.sample_values import SampleValues
 from gdpo_nemo.observe.sample_writer import SampleWriter
-from gdpo_nemo.observe.samples import read_rollouts, rollout_files, validation_files
+from gdpo_nemo.observe.samples import missing_images, read_rollouts, rollout_files, validation_files
 from gdpo_nemo.utils import waits
 from gdpo_nemo.utils.files import sync_folder
 
@@ -154,12 +155,13 @@ def test_samples_that_a_checkpoint_counts_are_left_when_power_is_lost(config, ru
     disk.watch(monkeypatch, lambda: None)
     log = RunLog(config, run_dir)
     for step in (1, 2):
-        log.step(demo_row(step), demo_groups(step))
+        log.step(demo_row(step), [*demo_groups(step), image_group(step)])
     log.flush(2)
     sync_folder(run_dir)  # as a checkpoint does
     for eager in (False, True):
         left = disk.survivor(tmp_path / "left", eager)
-        assert [len(read_rollouts(path)) for _, path in rollout_files(left)] == [6, 6]
+        assert [len(read_rollouts(path)) for _, path in rollout_files(left)] == [8, 8]
+        assert missing_images(left, [path for _, path in rollout_files(left)]) == []
         assert [row["step"] for row in read_metrics(left)] == [1, 2]
     log.close("complete")
     disk.close()
@@ -197,10 +199,15 @@ def test_a_disk_that_fails_for_samples_is_one_alert_and_no_end(config, run_dir, 
     assert "rollouts failed and is incomplete" in alert["text"] and "No space left" in alert["text"]
 
 
+def mixed_groups(prompts: int) -> list[Group]:
+    """Groups of which the last has images."""
+    return [*demo_groups(prompts=prompts - 1), image_group()]
+
+
 def packed_groups(prompts: int) -> list[Group]:
     """Groups as a driver gets them from rollout hosts."""
     groups = []
-    for group in demo_groups(prompts=prompts):
+    for group in mixed_groups(prompts):
         data = pack_trajectories(group.trajectories)
         groups.append(Group(group.prompt, unpack_trajectories(data, group.prompt), group.position, data))
     return groups
@@ -208,12 +215,14 @@ def packed_groups(prompts: int) -> list[Group]:
 
 @pytest.mark.slow
 def test_groups_of_hosts_are_written_by_a_process_and_by_the_thread_if_it_is_killed(tmp_path, complaints):
-    advantages = np.arange(9, dtype=np.float64)
+    advantages = np.arange(8, dtype=np.float64)
     values = SampleValues(advantages, terms={"a": advantages})
     writer = SampleWriter(tmp_path, complaints.append)
-    writer.write(1, demo_groups(prompts=3), values)
+    writer.write(1, mixed_groups(3), values)
     writer.flush()
     assert writer._process is None
+    for path in (tmp_path / "images").iterdir():
+        path.unlink()  # the process writes them
     first = packed_groups(3)
     part = Group(first[1].prompt, first[1].trajectories, first[1].position)  # as after a group was split
     writer.write(2, [first[0], part, first[2]], values)
@@ -238,6 +247,7 @@ def test_groups_of_hosts_are_written_by_a_process_and_by_the_thread_if_it_is_kil
     writer.close()
     by_thread, *others = (read_rollouts(path) for _, path in rollout_files(tmp_path))
     assert len(others) == 4 and all(records == by_thread for records in others)
+    assert missing_images(tmp_path, [path for _, path in rollout_files(tmp_path)]) == []
 
 
 def unread(pipe) -> int:

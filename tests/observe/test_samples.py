@@ -12,14 +12,17 @@ import pyarrow.parquet as pq
 import pytest
 from demo_run import NASTY, demo_groups
 from hypothesis import HealthCheck, given, settings, strategies as st
+from image_samples import FIRST, RESULT, SECOND, image_group
 
 from gdpo_nemo.commands import cli
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
-from gdpo_nemo.observe import samples as sample_files
+from gdpo_nemo.observe import sample_images, samples as sample_files
 from gdpo_nemo.observe.sample_columns import SCHEMA, table_of, values_of
+from gdpo_nemo.observe.sample_images import with_labels
 from gdpo_nemo.observe.sample_values import SampleValues
 from gdpo_nemo.observe.samples import (
     iter_rollouts,
+    missing_images,
     read_columns,
     read_rollouts,
     remove_rollouts_after,
@@ -171,6 +174,51 @@ def test_a_write_that_fails_leaves_the_step_as_it_was(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         write_rollouts(tmp_path, 1, demo_groups(2))
     assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]
+
+
+def test_images_are_stored_once_by_hash_and_listed_with_their_places(tmp_path):
+    groups = [image_group(0), image_group(1), *demo_groups(prompts=1)]
+    path = write_rollouts(tmp_path, 1, groups)
+    stored = {file: file.stat().st_mtime_ns for file in (tmp_path / "images").iterdir()}
+    names = [f"{FIRST.sha256}.png", f"{SECOND.sha256}.jpg", f"{RESULT.sha256}.png"]
+    assert {file.name: file.read_bytes() for file in stored} == dict(zip(names, [FIRST.data, SECOND.data, RESULT.data]))
+    write_rollouts(tmp_path, 2, groups)
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "images").iterdir()} == stored
+    places = [(FIRST, 1, 3), (SECOND, 5, 2), (RESULT, 10, 4)]
+    rows = [
+        {"sha256": i.sha256, "width": i.width, "height": i.height, "start": start, "tokens": tokens}
+        for i, start, tokens in places
+    ]
+    assert [record.get("images") for record in read_rollouts(path)[:5]] == [rows[:2], rows, rows[:2], rows, None]
+    exported = write_samples(tmp_path / "eval" / "samples.jsonl", groups)
+    assert [json.loads(line) for line in exported.read_text().splitlines()] == read_rollouts(path)
+    assert {file.name for file in (exported.parent / "images").iterdir()} == set(names)
+
+
+def test_samples_without_images_have_no_column_and_no_folder_of_images(tmp_path):
+    path = write_rollouts(tmp_path, 1, demo_groups())
+    assert "images" not in pq.read_schema(path).names and not (tmp_path / "images").exists()
+    assert missing_images(tmp_path, [path]) == []
+
+
+def test_a_write_that_lacks_room_for_an_image_leaves_no_samples(tmp_path, monkeypatch):
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sample_images, "write_whole", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_rollouts(tmp_path, 1, [image_group()])
+    assert list(rollout_files(tmp_path)) == []
+
+
+def test_only_placeholders_of_images_are_replaced_by_labels():
+    prompt = image_group().prompt
+    shown = f"A [image 64×48 {FIRST.sha256[:4]}…] and [image 32×200 {SECOND.sha256[:4]}…]?"
+    assert with_labels(prompt.text, prompt.images) == shown
+    assert with_labels(prompt.text.replace("<|image_pad|>", "<|image_pad|>" * 256), prompt.images) == shown
+    assert with_labels(prompt.text, ()) == prompt.text
+    spare = with_labels(prompt.text, prompt.images[:1])
+    assert spare.startswith("A [image 64×48") and spare.endswith("and <|vision_start|><|image_pad|><|vision_end|>?")
 
 
 # -- readers --------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from demo_run import demo_groups
+from image_samples import image_group
 
 from gdpo_nemo.commands import cli
 from gdpo_nemo.config.load import load_config
@@ -238,6 +239,11 @@ def test_trackers_get_completions_with_rewards_and_advantages(offline, tmp_path,
     assert first["reward/length"] is None and "\ud800" not in first["completion"]
     (shown,) = [text for step, text in tensorboard_texts(tmp_path, "completions") if step == 3]
     assert "| p3-0 | digit_sort | 39172=<b> |" in shown and len(shown.splitlines()) == 6
+
+
+def test_table_of_completions_has_labels_in_place_of_images():
+    ((_, _, prompt, *_), _) = trackers.completion_table([image_group()], None, 2).rows
+    assert prompt.startswith("A [image 64×48 ") and "image_pad" not in prompt
 
 
 @pytest.mark.slow

@@ -319,7 +319,7 @@ def assert_images_follow_their_marks(token_ids: np.ndarray, images: Images) -> N
         assert token_ids[placed.start : placed.stop].tolist() == [PAD] * placed.tokens
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(SEEDS, trees())
 def test_images_are_on_their_placeholders_in_each_request_and_each_training_sequence(seed, moves):
     draw = np.random.default_rng(seed)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import json
 import re
+import resource
 import urllib.error
 import urllib.request
 from html.parser import HTMLParser
@@ -14,11 +16,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from demo_run import NASTY, demo_groups, demo_row
+from image_samples import FIRST, RESULT, SECOND, image_group
 from inspector_site import columns, script, shards, texts, tokens, unpacked
+from PIL import Image as Pillow
 
 from gdpo_nemo.algorithms.rubrics import Criterion
 from gdpo_nemo.commands import cli
 from gdpo_nemo.config.load import load_config, save_config
+from gdpo_nemo.data.images import Image
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.observe.log import RunLog
 from gdpo_nemo.observe.metrics import MetricsLog
@@ -33,7 +38,7 @@ from gdpo_nemo.observe.samples import (
     write_rollouts,
     write_samples,
 )
-from gdpo_nemo.tools.inspect import builder, rows as token_pieces, server, shards as site_shards
+from gdpo_nemo.tools.inspect import builder, rows as token_pieces, server, shards as site_shards, thumbnails
 from gdpo_nemo.tools.inspect.rows import groups_of, summed_advantages
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
@@ -138,6 +143,51 @@ def test_environment_tokens_and_unknown_trainer_logprobs_are_distinguished(tmp_p
     assert texts(out, "spans") == [[2, 1, 3, 1], []]
     np.testing.assert_array_equal(columns(out)["gap"], np.array([0.5, np.nan], np.float32))
     np.testing.assert_array_equal(columns(out)["logprob"], np.array([-1, -1], np.float32))
+
+
+def test_each_image_has_one_thumbnail_and_samples_have_their_places(tmp_path, monkeypatch):
+    monkeypatch.setattr(thumbnails, "CHARACTERS", 1)  # a shard per image
+    run = tmp_path / "run"
+    for step in (1, 2):
+        write_rollouts(run, step, [image_group(step), *demo_groups(prompts=1)], SampleValues(np.zeros(5)))
+    out = built(run)
+    assert texts(out, "images") == [[0, -7, 3, 1, -3, 2], [0, -7, 3, 1, -3, 2, 2, 2, 4], None, None, None] * 2
+    assert script(out, "index")["starts"][2] == [0, 1, 2]
+    for (entry,), image, size in zip(
+        shards(out, "images"), (FIRST, SECOND, RESULT), ((64, 48), (26, 160), (160, 40)), strict=True
+    ):
+        assert entry[:3] == [image.sha256, image.width, image.height]
+        with Pillow.open(io.BytesIO(base64.b64decode(entry[3]))) as shown:
+            assert (shown.format, shown.size) == ("PNG", size)
+    assert shards(out, "text")[0]["prompts"][0].startswith("A [image 64×48 ")
+
+
+def test_page_of_missing_and_hostile_images_shows_the_samples_and_decodes_none(tmp_path, capsys):
+    run = tmp_path / "run"
+    bomb, other_size = encoded(13_000), encoded(100)
+    images = (
+        Image(hashlib.sha256(bomb).hexdigest(), 13_000, 13_000, bomb),
+        Image(hashlib.sha256(other_size).hexdigest(), 50, 50, other_size),
+    )
+    write_rollouts(run, 1, [image_group(), image_group(images=images)])
+    (run / "images" / f"{FIRST.sha256}.png").write_bytes(RESULT.data)
+    (run / "images" / f"{SECOND.sha256}.jpg").unlink()
+    start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert cli.main(["inspect", str(run)]) == 0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start < 100 << 10  # in KiB; decoded: 169 MB
+    assert "4 images are missing or damaged" in capsys.readouterr().out
+    assert [bool(entry[3]) for shard in shards(run / "inspect", "images") for entry in shard] == [
+        *[False] * 2,
+        True,
+        *[False] * 2,
+    ]
+
+
+def encoded(side: int) -> bytes:
+    """Return a PNG with one bit per pixel, which is small even with many pixels."""
+    out = io.BytesIO()
+    Pillow.new("1", (side, side)).save(out, "PNG")
+    return out.getvalue()
 
 
 def test_files_of_json_lines_are_shown_as_those_of_parquet(run, tmp_path):

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from image_samples import SECOND, image, image_group
 
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
@@ -100,6 +101,46 @@ def test_a_recorded_batch_is_the_one_that_was_trained(run):
                 assert getattr(a, name) == getattr(b, name), name
     first = batch.groups[0].trajectories
     assert first[0].spans == ((2, 1), (3, 2)) and first[1].spans == ((2, 1),)
+
+
+def with_images(run, step=2):
+    """The run, of which a step trained images."""
+    entries = read_journal(run)
+    (run / "journal.jsonl").unlink()
+    for entry in entries:
+        groups = [group(position, entry.step - 1) for position, *_ in entry.groups]
+        if entry.step == step:
+            groups = [image_group(position, entry.step - 1) for position, *_ in entry.groups]
+            write_rollouts(run, step, groups, SampleValues(np.zeros(4)))
+        Journal(run).append(
+            entry.step, groups, [], position=2 * entry.step, published=entry.step - 1, total_updates=STEPS
+        )
+    return run
+
+
+def test_images_of_a_recorded_batch_are_those_that_were_trained(run):
+    batch = RecordedStream(with_images(run), read_journal(run)).get_batch(1)
+    for made, trained in zip(batch.groups, [image_group(3, 1), image_group(2, 1)], strict=True):
+        assert made.prompt.images == trained.prompt.images
+        for a, b in zip(made.trajectories, trained.trajectories, strict=True):
+            assert a.images == b.images and a.prompt is made.prompt
+            for mine, theirs in zip((*a.prompt.images, *a.images), (*b.prompt.images, *b.images), strict=True):
+                assert mine.image.data == theirs.image.data
+    assert batch.groups[0].prompt.images[0].image is batch.groups[1].prompt.images[0].image
+    assert replay.audit_run(run).found == []
+
+
+def test_replay_names_the_image_that_is_missing_or_damaged(run):
+    stored = with_images(run) / "images" / f"{SECOND.sha256}.jpg"
+    stored.write_bytes(SECOND.data[:-1])
+    with pytest.raises(RunError, match=f"{SECOND.sha256}.jpg: damaged; its content does not have this SHA-256"):
+        RecordedStream(run, read_journal(run)).get_batch(1)
+    stored.unlink()
+    with pytest.raises(ConfigError, match=f"images/ lacks image {SECOND.sha256}, which the samples to replay contain"):
+        replay.plan_rerun(run, None, None)
+    assert replay.plan_rerun(run, 1, None).last == 1  # this step has no images
+    (found,) = replay.audit_run(run).found
+    assert found == f"{run / 'images'}: image {SECOND.sha256} not found"
 
 
 @given(st.lists(st.floats(max_value=0, width=32), min_size=1, max_size=8), st.floats(allow_nan=False))
@@ -326,6 +367,16 @@ def _first(field, value):
     return lambda groups: setattr(groups[0].trajectories[0], field, value(groups[0].trajectories[0]))
 
 
+def _other_image(groups):
+    return [image_group(5, 2, images=(image(64, 48, 9), SECOND)), *groups[1:]]
+
+
+def _other_place(groups):
+    trajectory = groups[0].trajectories[0]
+    moved = (trajectory.prompt.images[0]._replace(start=0), trajectory.prompt.images[1])
+    trajectory.prompt = dataclasses.replace(trajectory.prompt, images=moved)
+
+
 def _copied(run, source, target):
     rollout_path(run, target).write_bytes(rollout_path(run, source).read_bytes())
 
@@ -336,7 +387,7 @@ def _journal_edited(run, old, new):
     file.write_text(file.read_text().replace(old, new))
 
 
-OTHER = "sample 0 of train/5 has other tokens, log-probs or rewards than the trained sample"
+OTHER = "sample 0 of train/5 has other tokens, log-probs, rewards or images than the trained sample"
 LISTED = "does not contain the samples that journal.jsonl lists for step 3"
 ALTERED = {
     "sample twice in a group": (
@@ -355,6 +406,8 @@ ALTERED = {
     "mask": (lambda run: _rewritten(run, 3, _first("loss_mask", lambda t: t.loss_mask[::-1])), OTHER),
     "tokens": (lambda run: _rewritten(run, 3, _first("completion_ids", lambda t: t.completion_ids + 1)), OTHER),
     "log-probs": (lambda run: _rewritten(run, 3, _first("logprobs", lambda t: t.logprobs / 2)), OTHER),
+    "image": (lambda run: _rewritten(with_images(run, 3), 3, _other_image), OTHER),
+    "place of an image": (lambda run: _rewritten(with_images(run, 3), 3, _other_place), OTHER),
     "rewards": (lambda run: _rewritten(run, 3, _first("rewards", lambda t: {"a": 0.1, "b": 0.0})), OTHER),
 }  # fmt: skip
 

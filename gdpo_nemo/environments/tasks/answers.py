@@ -284,7 +284,12 @@ def _ngrams(text: str, n: int) -> set[tuple[str, ...]]:
 
 def completion_text(completion: Any) -> str:
     """Return the text of a completion in either of TRL's formats: text, or a list of chat messages."""
-    return completion if isinstance(completion, str) else "".join(str(m.get("content") or "") for m in completion)
+    return completion if isinstance(completion, str) else "".join(map(_content_text, completion))
+
+
+def _content_text(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    return "".join(str(part.get("text") or "") for part in content) if isinstance(content, list) else str(content)
 
 
 def _is_valid_json(text: str, schema: Mapping[str, Any] | None) -> bool:

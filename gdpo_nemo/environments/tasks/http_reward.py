@@ -31,7 +31,7 @@ type _Reward = Value | dict[str, float | SpanReward | None]
 
 
 class HttpReward:
-    """Reward function that requests its rewards from a server.
+    """Reward function that requests its rewards from a server. Images are sent as data URLs.
 
     Args:
         url: URL for the POST requests.
@@ -50,6 +50,8 @@ class HttpReward:
     Raises:
         ConfigError: if an argument is invalid, or the environment variable is not set.
     """
+
+    encoded_images = True
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from gdpo_nemo.algorithms.rubrics import Criterion, family_of
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory, Verdict
 from gdpo_nemo.environments.base import Environment, Failure, count_option, read_options
+from gdpo_nemo.environments.images import images_in
 from gdpo_nemo.environments.server_replies import printable
 from gdpo_nemo.environments.tasks.answers import column, completion_text
 from gdpo_nemo.environments.tasks.judge_model import (
@@ -32,6 +33,7 @@ from gdpo_nemo.environments.tasks.judge_model import (
     all_or_failure,
     answer_text,
     chat,
+    images_of,
     prompt_text,
     scaled,
 )
@@ -91,6 +93,8 @@ class LlmJudge(JudgeModel):
         ConfigError: if an argument is invalid, or the environment variable is not set.
     """
 
+    encoded_images = True
+
     question: str
     _: KW_ONLY
     scale: Sequence[float] = (0, 10)
@@ -117,7 +121,8 @@ class LlmJudge(JudgeModel):
         references = columns[self.reference] if self.reference else [None] * len(completions)
         chats: list[Conversation] = []
         for prompt, answer, gold in zip(prompts, completions, references):
-            request = chat(self._system, prompt=completion_text(prompt), answer=completion_text(answer), reference=gold)
+            texts = {"prompt": completion_text(prompt), "answer": completion_text(answer)}
+            request = chat(self._system, [*images_in(prompt), *images_in(answer)], **texts, reference=gold)
             chats += [request] * self.votes
         replies = await self.ask(chats)
         scores = [reply if isinstance(reply, Failure) else self._read(reply.text) for reply in replies]
@@ -346,10 +351,11 @@ class _Scores:
     def _chats(self, trajectory: Trajectory) -> list[Conversation]:
         prompt, answer = prompt_text(trajectory.prompt), answer_text(trajectory)
         reference = column(trajectory.prompt, self._reference) if self._reference else None
+        images = images_of(trajectory)
         if not self._compare:
-            return [chat(self.system, prompt=prompt, answer=answer, reference=reference)]
+            return [chat(self.system, images, prompt=prompt, answer=answer, reference=reference)]
         orders = (answer, reference), (reference, answer)
-        return [chat(self.system, prompt=prompt, first=first, second=second) for first, second in orders]
+        return [chat(self.system, images, prompt=prompt, first=first, second=second) for first, second in orders]
 
     def _read(self, text: str) -> dict[str, float] | Failure:
         """Return the scores in a reply, from 0 to 1. In a comparison, 1 means that the first answer is better."""

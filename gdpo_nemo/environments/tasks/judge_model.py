@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gdpo_nemo.algorithms.rubrics import Criterion
+from gdpo_nemo.data.images import Image
 from gdpo_nemo.data.records import Prompt, Trajectory
 from gdpo_nemo.environments import server_replies
 from gdpo_nemo.environments.base import Failure, count_option
 from gdpo_nemo.environments.http_client import HttpClient, api_key, base_url as checked_url, with_retries
+from gdpo_nemo.environments.images import data_url
 from gdpo_nemo.environments.server_replies import error_text, printable
 from gdpo_nemo.environments.tasks.answers import completion_text
 from gdpo_nemo.utils.errors import ConfigError
@@ -34,7 +36,7 @@ _REQUEST_KEYS = ("model", "messages", "max_tokens", "max_completion_tokens", "te
 """Keys of the request that ``extra_body`` cannot replace."""
 _MOST_VOTES = 100
 
-type Conversation = list[dict[str, str]]
+type Conversation = list[dict[str, Any]]
 
 
 class Reply(NamedTuple):
@@ -259,11 +261,18 @@ def answer_text(trajectory: Trajectory) -> str:
     return completion_text(trajectory.messages or trajectory.text)
 
 
-def chat(system: str, **material: Any) -> Conversation:
-    """Return a request whose user message contains the material as JSON, one line per name."""
+def images_of(trajectory: Trajectory) -> list[Image]:
+    """Return the images of the prompt and of later turns."""
+    return [placed.image for placed in trajectory.prompt.images + trajectory.images]
+
+
+def chat(system: str, images: Sequence[Image] = (), **material: Any) -> Conversation:
+    """Return a request whose user message contains the material as JSON, one line per name, and then the images."""
     given = {name: value for name, value in material.items() if value is not None}
     content = "\n".join(f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in given.items())
-    return [{"role": "system", "content": system}, {"role": "user", "content": content}]
+    parts = [{"type": "image_url", "image_url": {"url": data_url(image)}} for image in images]
+    user: Any = [{"type": "text", "text": content}, *parts] if parts else content
+    return [{"role": "system", "content": system}, {"role": "user", "content": user}]
 
 
 def scaled(score: float, scale: tuple[float, float]) -> float | None:

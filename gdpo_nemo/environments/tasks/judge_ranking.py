@@ -20,7 +20,7 @@ from gdpo_nemo.environments.server_replies import printable
 from gdpo_nemo.environments.tasks.answers import column
 from gdpo_nemo.environments.tasks.judge_model import Grade, Inquiry, Question, answer_text, chat, prompt_text
 from gdpo_nemo.environments.tasks.judge_rubric import UNTRUSTED, InvalidReply, Part, Rubric
-from gdpo_nemo.utils.errors import ConfigError
+from gdpo_nemo.utils.errors import ConfigError, RunError
 
 DEFAULT_ORDERS = 2
 """Default of the option ``orders``: an order and its reverse."""
@@ -95,6 +95,8 @@ class Ranking:
         prompt = group[0].prompt
         criteria = self._rubric.of(prompt)
         answers = list(map(answer_text, group))
+        if any(trajectory.images for trajectory in group):
+            raise RunError("ranking: images after the prompt are not supported; use another form of the judge")
         reference = column(prompt, self._reference) if self._reference else None
         orders = self._orders_of(prompt_text(prompt), answers)
         questions = []
@@ -104,6 +106,7 @@ class Ranking:
             for part in parts:
                 request = chat(
                     self.system,
+                    [placed.image for placed in prompt.images],
                     prompt=prompt_text(prompt),
                     reference=reference,
                     criteria=part.material(with_scales=False),

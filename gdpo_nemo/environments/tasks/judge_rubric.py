@@ -23,6 +23,7 @@ from gdpo_nemo.environments.tasks.judge_model import (
     Question,
     answer_text,
     chat,
+    images_of,
     prompt_text,
     scaled,
 )
@@ -250,7 +251,7 @@ class RubricVerdicts:
         }
         questions = []
         for part in parts:
-            request = chat(self.system, **material, criteria=part.material(with_scales=True))
+            request = chat(self.system, images_of(trajectory), **material, criteria=part.material(with_scales=True))
             questions.append(Question(request, partial(_read, part)))
         return Inquiry([index], questions, grade, criteria)
 

@@ -13,8 +13,10 @@ from itertools import chain
 from typing import Any
 
 from gdpo_nemo.algorithms.rubrics import criteria_of, family_of, is_family, member
+from gdpo_nemo.data.images import Image
 from gdpo_nemo.data.records import Outcome, TrainerState, Trajectory, Verdict
 from gdpo_nemo.environments.base import Environment, Failure, SpanReward, read_options, reward_value
+from gdpo_nemo.environments.images import data_url, filled, with_pictures
 from gdpo_nemo.utils import user_loop
 from gdpo_nemo.utils.errors import ConfigError, RunError, first_line, nearest
 from gdpo_nemo.utils.exits import exits_contained
@@ -57,10 +59,13 @@ class _RewardFunction:
         elif "id" in self.parameters:
             arguments.setdefault("id", batch.ids)
         found = {}
+        opened: dict[str, Any] = {}
+        opens = batch.has_images and not getattr(self.call, "encoded_images", False)
         for name, value in arguments.items():
             if self.parameters is None or name in self.parameters:
                 is_shared = name in ("log_extra", "log_metric", "trainer_state")
-                found[name] = value if is_shared else copy.deepcopy(value)
+                copied = value if is_shared else copy.deepcopy(value)
+                found[name] = with_pictures(copied, opened) if opens and not is_shared else copied
         return found
 
     def __str__(self) -> str:
@@ -76,6 +81,7 @@ class _Batch:
     """Prompt ids, for functions with a parameter ``id``."""
     state: TrainerState | None
     log: CallLog
+    has_images: bool = False
 
 
 class Functions(Environment):
@@ -100,6 +106,9 @@ class Functions(Environment):
     ``log_extra(column, values)`` and ``log_metric(name, value)``. Prompts and completions are lists of messages if the
     row contains chat messages, and text otherwise. Functions without ``**kwargs`` get only the arguments that they
     declare. Async functions run concurrently, in one event loop for all calls (``user_loop``).
+
+    Images are PIL images, in their columns and in the messages. The contents of messages with images are lists of
+    parts, as in TRL. A class with ``encoded_images = True`` gets ``data.images.Image`` in place of PIL images.
 
     A function may return a ``Failure`` instead of a reward, which masks the sample, or a ``SpanReward`` with the
     characters that the reward is about. Each call receives some of the step's completions, and always all samples of a
@@ -133,7 +142,8 @@ class Functions(Environment):
         """
         log = CallLog(len(trajectories))
         ids = [trajectory.prompt.id for trajectory in trajectories]
-        batch = _Batch(_columns(trajectories), ids, trajectories[0].trainer_state if trajectories else None, log)
+        state = trajectories[0].trainer_state if trajectories else None
+        batch = _Batch(_columns(trajectories), ids, state, log, any(t.prompt.images or t.images for t in trajectories))
         returned = {f.name: _call(f, batch) for f in self._functions if not f.is_async}
         if asynchronous := [f for f in self._functions if f.is_async]:
             returned.update(user_loop.run(_call_all(asynchronous, batch)))
@@ -221,20 +231,24 @@ def _columns(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
     columns: dict[str, list[Any]] = {}
     for name in dict.fromkeys(chain.from_iterable(rows)):
         columns[name] = [row.get(name) for row in rows]
-    columns["prompts"] = list(map(_prompt, trajectories))
+    columns["prompts"] = list(map(prompt_of, trajectories))
     columns["completions"] = list(map(_completion, trajectories))
     columns["completion_ids"] = [list(map(int, trajectory.completion_ids)) for trajectory in trajectories]
     return columns
 
 
-def _prompt(trajectory: Trajectory) -> Any:
-    messages = trajectory.prompt.messages
-    return trajectory.prompt.text if messages is None else list(map(dict, messages))
+def prompt_of(trajectory: Trajectory) -> Any:
+    """Return the prompt in TRL's format: text, or messages. Messages with images contain encoded images."""
+    prompt = trajectory.prompt
+    if prompt.messages is None:
+        return prompt.text
+    return filled(prompt.messages, prompt.images) if prompt.images else list(map(dict, prompt.messages))
 
 
 def _completion(trajectory: Trajectory) -> Any:
     if trajectory.messages is not None:
-        return list(map(dict, trajectory.messages))
+        found = list(map(dict, trajectory.messages))
+        return filled(found, trajectory.images) if trajectory.images else found
     if trajectory.prompt.messages is None:
         return trajectory.text
     return [{"role": "assistant", "content": trajectory.text}]
@@ -403,11 +417,14 @@ def check_required_arguments(name: str, reference: str, call: Callable[..., Any]
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to JSON types. Arrays become lists, NaN and infinity become None, and other types become text."""
+    """Convert a value to JSON types. Arrays become lists, NaN and infinity become None, images become data URLs, and
+    other types become text."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if value is None or isinstance(value, (str, bool, int)):
         return value
+    if isinstance(value, Image):
+        return data_url(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

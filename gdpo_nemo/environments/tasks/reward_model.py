@@ -16,6 +16,8 @@ from typing import Any
 from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
 from gdpo_nemo.data.tokenizer import Tokenizer, continued, special_tokens
 from gdpo_nemo.environments.base import Environment, Failure, read_options
+from gdpo_nemo.environments.images import images_in
+from gdpo_nemo.environments.tasks.reward_functions import prompt_of
 from gdpo_nemo.utils.errors import ConfigError, RunError, first_line
 from gdpo_nemo.utils.files import parse_json, read_text
 
@@ -45,6 +47,8 @@ class Scorer:
     Raises:
         ConfigError: if an argument is invalid, or the folder is not a sequence classifier with one label.
     """
+
+    encoded_images = True
 
     def __init__(
         self,
@@ -178,7 +182,7 @@ class RewardModel(Environment):
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
         """Return one verdict per trajectory."""
-        prompts = [t.prompt.text if t.prompt.messages is None else list(t.prompt.messages) for t in trajectories]
+        prompts = list(map(prompt_of, trajectories))
         verdicts = []
         for score in self._scorer(prompts, [t.text for t in trajectories]):
             if isinstance(score, Failure):
@@ -191,6 +195,8 @@ class RewardModel(Environment):
 def _messages(role: str, content: Any) -> list[Mapping[str, Any]]:
     if isinstance(content, str):
         return [{"role": role, "content": content}]
+    if images_in(content):
+        raise RunError("reward_model: images are not supported; use a judge, or a reward function")
     return list(map(dict, content))
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from gdpo_nemo.config.changes import load_saved_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.observe.metrics import History, read_metrics
+from gdpo_nemo.observe.sample_images import RecordedImages, with_labels
 from gdpo_nemo.observe.samples import rollout_files, validation_files
 from gdpo_nemo.tools.inspect.rows import (
     Components,
@@ -37,6 +38,7 @@ from gdpo_nemo.tools.inspect.rows import (
     tokens_of,
 )
 from gdpo_nemo.tools.inspect.shards import FOLDER, Scripts, TextShards, TokenShards, packed, spans_of
+from gdpo_nemo.tools.inspect.thumbnails import ThumbnailShards
 from gdpo_nemo.utils.errors import ConfigError, RunError
 from gdpo_nemo.utils.files import real_path, write_whole
 
@@ -95,6 +97,19 @@ class Index:
 
 
 @dataclass(frozen=True)
+class Samples:
+    """Result of ``_write_samples``."""
+
+    index: Index
+    used: np.ndarray
+    """int32 [distinct tokens]: ids of all tokens of the completions."""
+    starts: dict[str, list[int]]
+    """First row, or first image, of each shard, by kind of shard."""
+    note: str
+    """Description of images that are missing, or an empty string."""
+
+
+@dataclass(frozen=True)
 class Site:
     """Result of ``build``."""
 
@@ -130,10 +145,12 @@ def build(
     try:
         with Scripts(out / FOLDER) as scripts:
             weights = dict(config.gdpo.rewards) if config else {}
-            index, used, starts = _write_samples(files, scripts, weights, report)
-            note = note or _write_vocabulary(scripts, run_dir, config, used)
+            found = _write_samples(run_dir, files, scripts, weights, report)
+            index = found.index
+            note = note or _write_vocabulary(scripts, run_dir, config, found.used)
+            note = "; ".join(filter(None, (note, found.note)))
             scripts.write("snippets", index.snippets)
-            scripts.write("index", _index(run_dir, index, starts, live))
+            scripts.write("index", _index(run_dir, index, found.starts, live))
             scripts.write("stamp", _stamp(files))
         _write_page(out / PAGE, real_path(run_dir).name)
         size = sum(path.stat().st_size for path in (out / FOLDER).glob("*.js"))
@@ -172,15 +189,17 @@ def _config(run_dir: Path) -> tuple[Config | None, str]:
 
 
 def _write_samples(
+    run_dir: Path,
     files: list[tuple[int, int, Path]],
     scripts: Scripts,
     weights: dict[str, float],
     report: Callable[[str], None] | None,
-) -> tuple[Index, np.ndarray, dict[str, list[int]]]:
-    """Write the shards. Return (index, distinct token ids, first row of each shard by kind)."""
+) -> Samples:
+    """Write the shards."""
     index = Index()
     texts = TextShards(scripts)
     tokens = TokenShards(scripts)
+    images = ThumbnailShards(scripts, run_dir)
     used = np.zeros(0, np.int32)
     for number, (kind, step, path) in enumerate(files, 1):
         table = read_samples(path)
@@ -189,16 +208,19 @@ def _write_samples(
             components = components_of(table)
             _add_components(index, components)
             _add_numbers(index, table, found, components.rewards, weights, kind=kind, step=step)
-            _add_texts(texts, table, index, components)
+            _add_texts(texts, table, index, components, images)
             tokens.add(found)
             used = np.union1d(used, found.ids)
         if report:
             report(f"{number} of {len(files)} files, {index.rows:,} samples")
     texts.close()
     tokens.close()
+    images.close()
     if not index.rows:
         raise ConfigError(f"{files[0][2].parent}: no samples found")
-    return index, used.astype(np.int32), {"text": texts.starts, "tokens": tokens.starts}
+    starts = {"text": texts.starts, "tokens": tokens.starts, "images": images.starts}
+    missing = f"{images.missing} images are missing or damaged" if images.missing else ""
+    return Samples(index, used.astype(np.int32), starts, missing)
 
 
 def _add_components(index: Index, components: Components) -> None:
@@ -245,14 +267,17 @@ def _add_numbers(
     index.rows += count
 
 
-def _add_texts(shards: TextShards, table: Any, index: Index, components: Components) -> None:
+def _add_texts(
+    shards: TextShards, table: Any, index: Index, components: Components, thumbnails: ThumbnailShards
+) -> None:
     from gdpo_nemo.observe.sample_columns import with_half_pairs
 
     names = ("prompt_id", "prompt", "completion", "detail")
     texts = with_half_pairs({name: table.column(name).to_pylist() for name in names}, table.column("not_utf8"))
-
+    images, prompts = _images(table, texts["prompt"], thumbnails)
     columns = (
-        *(texts[name] for name in names[:2]),
+        texts["prompt_id"],
+        prompts,
         components.rubrics,
         *(texts[name] for name in names[2:]),
         table.column("extra").to_pylist(),
@@ -262,10 +287,25 @@ def _add_texts(shards: TextShards, table: Any, index: Index, components: Compone
         table.column("advantage").to_pylist(),
         table.column("policy_version").to_pylist(),
         map(spans_of, table.column("spans").to_pylist()),
+        images,
     )
     for row in zip(*columns, strict=True):
         shards.add(*row)
     index.snippets.extend(text[:_SNIPPET] for text in texts["completion"])
+
+
+def _images(table: Any, prompts: list[str], thumbnails: ThumbnailShards) -> tuple[list[list[int] | None], list[str]]:
+    """Return the places of each sample's images, and the prompts with labels in place of placeholders."""
+    import pyarrow.compute as pc
+
+    rows = table.column("images").to_pylist()
+    lengths = pc.list_value_length(table.column("prompt_ids")).to_pylist()
+    recorded = RecordedImages()
+    places, shown = [], []
+    for row, length, prompt in zip(rows, lengths, prompts, strict=True):
+        places.append(thumbnails.places(row, length))
+        shown.append(with_labels(prompt, recorded.placed(row)))
+    return places, shown
 
 
 def _by_sample(columns: dict[str, np.ndarray], names: list[str], count: int) -> list[list[float | None] | None]:
@@ -295,7 +335,7 @@ def _index(run_dir: Path, index: Index, starts: dict[str, list[int]], live: bool
         "rewards": index.rewards,
         "names": [index.names["outcome"], index.names["environment"], index.names["finish"]],
         "columns": index.packed(),
-        "starts": [starts["text"], starts["tokens"]],
+        "starts": [starts["text"], starts["tokens"], starts["images"]],
         "curves": curves,
         "live": live,
     }
@@ -337,5 +377,5 @@ def _policy(style: str, script: str) -> str:
 
     return (
         f"default-src 'none'; script-src {digest(script)} 'strict-dynamic'; style-src {digest(style)}; "
-        "base-uri 'none'; form-action 'none'"
+        "img-src data:; base-uri 'none'; form-action 'none'"
     )

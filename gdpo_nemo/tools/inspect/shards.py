@@ -81,7 +81,7 @@ def packed(values: np.ndarray) -> str:
 class TextShards:
     """Writer of shards with prompts, completions, and rewards in full precision."""
 
-    KEYS = ("completion", "detail", "extra", "rewards", "terms", "verdicts", "advantage", "version", "spans")
+    KEYS = ("completion", "detail", "extra", "rewards", "terms", "verdicts", "advantage", "version", "spans", "images")
 
     def __init__(self, scripts: Scripts):
         self._scripts = scripts

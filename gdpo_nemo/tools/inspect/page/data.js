@@ -63,8 +63,19 @@ async function textOf(row) {
   const found = await shard(shardName('text', place));
   const at = row - index.starts[0][place];
   const prompt = found.promptOf[at];
-  const keys = ['completion', 'detail', 'extra', 'rewards', 'terms', 'verdicts', 'advantage', 'version', 'spans'];
+  const keys = ['completion', 'detail', 'extra', 'rewards', 'terms', 'verdicts', 'advantage', 'version', 'spans', 'images'];
   return { id: found.ids[prompt], prompt: found.prompts[prompt], rubric: found.rubrics[found.rubricOf[at]], ...Object.fromEntries(keys.map((k) => [k, found[k][at]])) };
+}
+
+// The images of a sample, with the places of their tokens. Those of the prompt start before 0.
+async function imagesOf(places) {
+  const found = [];
+  for (let i = 0; i < (places || []).length; i += 3) {
+    const place = placeIn(index.starts[2], places[i]);
+    const [sha256, width, height, png] = (await shard(shardName('images', place)))[places[i] - index.starts[2][place]];
+    found.push({ sha256, width, height, png, start: places[i + 1], tokens: places[i + 2] });
+  }
+  return found;
 }
 
 async function tokensOf(row) {

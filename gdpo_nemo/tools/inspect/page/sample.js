@@ -12,8 +12,10 @@ async function drawSample() {
   }
   let text;
   let tokens;
+  let images;
   try {
     [text, tokens] = await Promise.all([textOf(row), tokensOf(row)]);
+    images = await imagesOf(text.images);
   } catch (error) {
     if (mine === drawing) box.replaceChildren(make('p', error.message, { class: 'notice bad' }));
     return;
@@ -22,16 +24,31 @@ async function drawSample() {
   const versions = versionsOf(text.spans, tokens.written, text.version);
   const known = versions.filter((one) => one >= 0);
   const texts = textsOf(tokens.ids);
-  now = { row, text, ...tokens, versions, texts, tools: toolCalls(texts), advantage: text.advantage ?? NaN,
+  now = { row, text, ...tokens, images, versions, texts, tools: toolCalls(texts), advantage: text.advantage ?? NaN,
     newest: known.reduce((a, b) => Math.max(a, b), -1), oldest: known.reduce((a, b) => Math.min(a, b), Infinity) };
   at = -1;
-  box.replaceChildren(bar(row), rewardTable(row, text), facts(row, text), ...criteria(text), ...section('Prompt', make('pre', visible(text.prompt), { id: 'prompt' })),
+  box.replaceChildren(bar(row), rewardTable(row, text), facts(row, text), ...criteria(text),
+    ...section('Prompt', ...pictures(images.filter((image) => image.start < 0)), make('pre', visible(text.prompt), { id: 'prompt' })),
     ...completion(), ...extra(text), ...section(`Group of ${groupOf(row).length}`, groupTable(row)), ...others(row));
   drawTokens($('tokens'));
   box.scrollTop = 0;
 }
 
 const section = (title, ...parts) => [make('h3', title), ...parts];
+
+function picture(image) {
+  const figure = make('figure', '', { title: `SHA-256 ${visible(image.sha256)}` });
+  if (image.png) figure.append(make('img', '', { src: `data:image/png;base64,${image.png}`, alt: '' }));
+  figure.append(make('figcaption', `${image.width}×${image.height} ${visible(image.sha256.slice(0, 4))}…${image.png ? '' : ' (missing)'}`));
+  return figure;
+}
+
+function pictures(images) {
+  if (!images.length) return [];
+  const box = make('div', '', { class: 'pictures' });
+  box.append(...images.map(picture));
+  return [box];
+}
 
 function button(text, title, action) {
   const element = make('button', text, { type: 'button', title });

@@ -71,7 +71,11 @@ function more(box, queue, colour) {
   while (queue.length && left > 0) {
     const part = queue[0];
     const last = Math.min(part.last, part.next + left);
-    for (let i = part.next; i < last; i++) part.block.append(tokenElement(i, colour));
+    for (let i = part.next; i < last; i++) {
+      const image = now.images.find((one) => one.start >= 0 && one.start <= i && i < one.start + one.tokens);
+      if (!image) part.block.append(tokenElement(i, colour));
+      else if (i === image.start) part.block.append(picture(image));
+    }
     left -= last - part.next;
     part.next = last;
     if (part.next >= part.last) queue.shift();
