@@ -318,7 +318,7 @@ TEXT_MODEL = r"model.language_model.layers.[\d]+.(mlp|cross_attn|self_attn).(up|
         ({"image_size": 512}, True, {"image_size"}),
     ],
 )
-def test_configs_with_images_train_what_axolotl_trains(keys, train, differences, translated):
+def test_configs_with_images_train_the_parameters_of_axolotl(keys, train, differences, translated):
     made = translated(SFT, base_model="Qwen/Qwen2.5-VL-7B-Instruct", processor_type="AutoProcessor", **keys)
     assert made.blockers == {} and set(made.differences) == {"sequence_len"} | differences
     assert made.content["policy"].get("vision", {}).get("train", False) is train

@@ -242,8 +242,8 @@ def _location(recipe: Recipe, split: str, known: _Dataset | None) -> tuple[str, 
     where = known.path if known else f"unknown/{recipe.get(f'data.{split}.dataset_name')}"
     if path:
         where = gym.rows_path(recipe, path)
-    elif known and wanted in known.splits:
-        where, wanted = known.splits[wanted], known.split
+    elif known and str(wanted) in known.splits:
+        where, wanted = known.splits[str(wanted)], known.split
     return f"{where.partition(':')[0]}:{subset}" if subset else where, wanted
 
 
