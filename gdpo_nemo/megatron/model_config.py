@@ -48,6 +48,7 @@ def rotary(config: PretrainedConfig, model: ModelDescription, layers: str = "") 
     """
     if not model.family.rope_types:
         return None
+    config = config.get_text_config()
     parameters = config.rope_parameters[layers] if layers else config.rope_parameters
     kind = parameters.get("rope_type", "default")
     if kind == "default":
