@@ -229,7 +229,7 @@ def _check_adapter(source: Source, policy: PolicyConfig) -> None:
     if policy.lora.rank:
         check_continued(adapter, policy.lora, base, key)
     elif base is not None:
-        check_fit(read_shapes(adapter, key), base, key)
+        check_fit(read_shapes(adapter, key, base), base, key)
 
 
 def check_continued(adapter: PeftAdapter, lora: LoraConfig, base: Path | None, key: str) -> None:
@@ -242,7 +242,7 @@ def check_continued(adapter: PeftAdapter, lora: LoraConfig, base: Path | None, k
     Raises:
         ConfigError: if rank, alpha, modules or sharing differ, or the adapter does not fit ``base``.
     """
-    shapes = read_shapes(adapter, key)
+    shapes = read_shapes(adapter, key, base)
     folder = adapter.folder
     ranks = sorted({rank for rank, _, _ in shapes.values()})
     if ranks != [lora.rank]:
