@@ -9,7 +9,7 @@ from typing import Any
 
 from gdpo_nemo.config.algorithm_choice import spec_of
 from gdpo_nemo.config.data_files import check_data_file, is_broken_link, may_be_on_the_hub
-from gdpo_nemo.config.layout import Layout, Resolved, check_router_replay, check_stages, resolve_layout
+from gdpo_nemo.config.layout import Layout, Resolved, check_router_replay, check_stages, resolve_layout, stage_layers
 from gdpo_nemo.config.schema import Config, MegatronConfig
 from gdpo_nemo.config.sections import LoraConfig, PolicyConfig
 from gdpo_nemo.models.architectures import CPU_HEAD_SIZES
@@ -346,6 +346,7 @@ def _check_shape(model: ModelDescription, policy: PolicyConfig, layout: Layout) 
         kind = "Mamba-2" if mamba else "gated delta net"
         raise ConfigError(f"{megatron}.fp8: not supported for models with {kind} layers")
     check_stages(model.layers, policy.megatron_cfg)
+    _check_tower(model, policy)
     _check_divides("policy.generation.vllm_cfg.tensor_parallel_size", layout.engine_tensor, [(heads, "heads")])
     if layout.expert > 1 and not experts:
         raise ConfigError(f"{megatron}.expert_model_parallel_size: the model in {policy.model_name} has no experts")
@@ -374,6 +375,24 @@ def _check_shape(model: ModelDescription, policy: PolicyConfig, layout: Layout) 
     longest = model.fields.get("max_position_embeddings")
     if longest is not None and longest < length:
         raise ConfigError(f"policy.max_total_sequence_length: {length} exceeds the {longest} positions of the model")
+
+
+def _check_tower(model: ModelDescription, policy: PolicyConfig) -> None:
+    """Check that the first pipeline stage has all layers to which features of images are added. Raises ConfigError."""
+    if model.tower is None:
+        if policy.vision.train:
+            raise ConfigError(f"policy.vision.train: the model in {policy.model_name} has no vision tower; remove it")
+        return
+    megatron, levels = policy.megatron_cfg, len(model.tower.deepstack)
+    stages = megatron.pipeline_model_parallel_size * (megatron.virtual_pipeline_model_parallel_size or 1)
+    counts = (megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage)
+    first = stage_layers(model.layers, stages, *(counts if stages > 1 else (None, None)))[0]
+    if len(first) < levels:
+        raise ConfigError(
+            f"policy.megatron_cfg.pipeline_model_parallel_size: the first of {stages} (virtual) stages has "
+            f"{len(first)} layers, but the model adds features of images to its first {levels}; use fewer stages, or "
+            f"set num_layers_in_first_pipeline_stage to at least {levels}"
+        )
 
 
 def _check_attention(model: ModelDescription, megatron: MegatronConfig) -> None:

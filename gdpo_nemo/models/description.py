@@ -338,6 +338,7 @@ class ModelDescription:
             "attention sinks": self.family.sinks,
             "several rotary embeddings": self.family.layer_rope,
             "queries that positions scale": self.query_scale,
+            "rotary positions in images (M-RoPE)": self.family.tower,
         }
         return next((name for name, is_present in properties.items() if is_present), None)
 
