@@ -271,7 +271,8 @@ def _differences(reference: list[UpdateResult], others: list[UpdateResult]) -> d
 
 
 def _score(fleet: EngineFleet, sequences: list[TrainSequence]) -> list[np.ndarray]:
-    scores = fleet.score([np.concatenate([s.prompt_ids, s.completion_ids]) for s in sequences])[0]
+    token_ids = [np.concatenate([s.prompt_ids, s.completion_ids]) for s in sequences]
+    scores = fleet.score(token_ids, [s.images for s in sequences])[0]
     return [values[len(s.prompt_ids) - 1 :] for s, values in zip(sequences, scores)]
 
 
