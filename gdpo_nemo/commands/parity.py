@@ -29,7 +29,6 @@ from gdpo_nemo.data.contexts import to_score
 from gdpo_nemo.data.images import Images
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import Prompt, Trajectory
-from gdpo_nemo.models import family_checks
 from gdpo_nemo.observe.display import shown
 from gdpo_nemo.observe.installation import require_libraries
 from gdpo_nemo.observe.sample_images import RecordedImages, split_images
@@ -282,7 +281,7 @@ def _score(fleet: EngineFleet, sequences: list[TrainSequence]) -> list[np.ndarra
 
 
 def _vocabulary(model: str | Path) -> int:
-    return family_checks.describe(read_model_config(Path(model) / "config.json")).vocabulary
+    return int(read_model_config(Path(model) / "config.json")["vocab_size"])
 
 
 def _random_sequences(vocabulary: int, longest: int, count: int = 12) -> list[TrainSequence]:
