@@ -4,9 +4,10 @@ All code in this module runs on the fleet's event loop. A request stays in ``pen
 that a replacement can receive it again with the same seed.
 
 A request passes through ``submit``, ``adopt``, ``_outbox``, ``_flush`` in the next loop iteration, ``_send`` and
-``actor.submit``. A completion returns through ``actor.poll``, ``_poll`` and ``_take``, which sets
-``PendingRequest.answer``. If the engine dies, ``_poll`` raises WorkerDied. ``_replace`` then calls ``owner.reassign``,
-waits for ``owner.awake`` and creates a new actor. Finally, ``_begin`` calls ``_send`` for the remaining requests.
+``actor.submit``, and once more through ``_send`` if the engine lacks the data of an image. A completion returns through
+``actor.poll``, ``_poll`` and ``_take``, which sets ``PendingRequest.answer``. If the engine dies, ``_poll`` raises
+WorkerDied. ``_replace`` then calls ``owner.reassign``, waits for ``owner.awake`` and creates a new actor. Finally,
+``_begin`` calls ``_send`` for the remaining requests.
 
 ``EngineState`` documents the states and their transitions. If an engine dies in any state except DEAD, its next state
 is STARTING, or DEAD if it is not replaced. Any other error ends ``serve`` and the run.
@@ -25,6 +26,7 @@ from typing import Any, Protocol
 
 from gdpo_nemo.cluster import host_link
 from gdpo_nemo.cluster.host_link import HostLink, kill_process
+from gdpo_nemo.cluster.sent_images import SentImages
 from gdpo_nemo.cluster.session import WorkerDied, answer, ray
 from gdpo_nemo.generation.requests import Completion, EngineReport, EngineRequest, Sampling
 from gdpo_nemo.utils.errors import GdpoError, RunError
@@ -192,6 +194,7 @@ class EngineClient:
         self._cohort: list[PendingRequest] = []
         """All requests of an exact run since the engine was last idle, including finished requests."""
         self._outbox: list[PendingRequest] = []
+        self._sent_images = SentImages()
         self._tasks: set[asyncio.Task[None]] = set()
         self._start = start
         self._timeout_s = timeout_s
@@ -432,7 +435,12 @@ class EngineClient:
             self._send(taken)
 
     def _send(self, requests: list[PendingRequest]) -> None:
-        by_name = {pending.name: (pending.request, pending.sampling) for pending in requests}
+        by_name = {}
+        for pending in requests:
+            request = pending.request
+            if self._host is None:  # a host needs the images, and sends them to its engines
+                request = self._sent_images.without_sent(request)
+            by_name[pending.name] = request, pending.sampling
         # Call the actor now: in the next loop iteration, the actor may be a replacement without the newest weights.
         submitted = self._call("submit", by_name)
         if self._host is not None:
@@ -443,7 +451,9 @@ class EngineClient:
 
     async def _wait_for_submit(self, ref: Any, actor: Any, requests: list[PendingRequest]) -> None:
         try:
-            await answer(ref, f"engine {self.index}", self._timeout_s)
+            missing = await answer(ref, f"engine {self.index}", self._timeout_s)
+            if missing and self.actor is actor:
+                self._send_again(requests, missing)
         except WorkerDied:
             return  # the replacement will get these requests
         except GdpoError as error:
@@ -454,6 +464,13 @@ class EngineClient:
                     pending.answer.set_exception(error)
             self._reset_if_idle()
             self._owner.changed()
+
+    def _send_again(self, requests: list[PendingRequest], missing: Sequence[str]) -> None:
+        """Send requests with images that the engine does not have. An exact run repeats also aborted requests."""
+        self._sent_images.forget(missing)
+        needed = [pending for pending in requests if self._owner.exact or pending.name in self.pending]
+        if needed and self.can_sample:
+            self._send(needed)
 
     def _kill_unresponsive(self) -> None:
         """Kill the engine's process and its rollout host, which would otherwise have reported a silent engine."""
@@ -481,6 +498,7 @@ class EngineClient:
         if not self._owner.exact:
             self._owner.reassign(self, str(error))
         await self._owner.awake.wait()
+        self._sent_images.clear()
         self.actor = self._start(self.index)
         self.location = self.actor.process_location.remote()
         return True

@@ -147,6 +147,8 @@ class PolicyGroup(PolicyOperations):
         self._building: list[Any] = []
         self._data_ranks: list[int] = []
         """Data-parallel rank of each rank. The list is empty until the first call that needs it."""
+        self._decodes: list[bool] = []
+        """For each rank, True if it is on the first pipeline stage, which needs the data of images."""
         if not placement.places.shared:
             self._build()
 
@@ -215,7 +217,8 @@ class PolicyGroup(PolicyOperations):
         """Call a method on all ranks, each with its share of the sequences. Return the results by rank.
 
         Each share is stored once in Ray's object store, and all ranks with the same data-parallel rank read it. With
-        many ranks, the shares of a node are stored together.
+        many ranks, the shares of a node are stored together. The data of images are separate objects, which only the
+        ranks of the first pipeline stage read.
 
         Args:
             layout: assignment of the sequences to data-parallel ranks and micro-batches.
@@ -224,28 +227,42 @@ class PolicyGroup(PolicyOperations):
             arguments: additional arguments of the method.
         """
         if not self._data_ranks:
-            refs = [rank.data_parallel_rank.remote() for rank in self.ranks]
-            self._data_ranks = gather(refs, "querying the layout", self.timeout_s, "policy")
+            refs = [rank.position.remote() for rank in self.ranks]
+            positions = gather(refs, "querying the layout", self.timeout_s, "policy")
+            self._data_ranks, self._decodes = map(list, zip(*positions))
         shares = [Share.of(sequences, micro_batches, fields, layout.shared) for micro_batches in layout.assignment]
+        images = [None if share.image_data is None else ray.put(share.image_data) for share in shares]
+        shares = [share.with_image_data(None) for share in shares]
         patience = self._patience[method]
         start = time.monotonic()
         if self.callers:
-            refs = [self._call_node(node, method, shares, what, arguments) for node in self.callers]
+            refs = [self._call_node(node, method, shares, images, what, arguments) for node in self.callers]
             by_rank: dict[int, Any] = {}
             for (_, ranks), results in zip(self.callers, gather(refs, what, patience.limit_s, "policy"), strict=True):
                 by_rank |= zip(ranks, results, strict=True)
             results = [by_rank[rank] for rank in range(len(self.ranks))]
         else:
-            stored = [ray.put(share) for share in shares]
+            stored = [ray.put([share]) for share in shares]
             refs = []
-            for rank, data_rank in zip(self.ranks, self._data_ranks, strict=True):
-                refs.append(getattr(rank, method).remote(stored[data_rank], **arguments))
+            for number, rank in enumerate(self.ranks):
+                share, data = stored[self._data_ranks[number]], self._image_data(number, images)
+                refs.append(rank.call_with_share.remote(method, share, 0, arguments, data))
             results = gather(refs, what, patience.limit_s, "policy")
         patience.took(time.monotonic() - start)
         return results
 
+    def _image_data(self, rank: int, images: Sequence[Any]) -> Any:
+        """Return the reference to the data of a rank's images, or None if it needs none."""
+        return images[self._data_ranks[rank]] if self._decodes[rank] else None
+
     def _call_node(
-        self, node: tuple[Any, Sequence[int]], method: str, shares: Sequence[Share], what: str, options: dict[str, Any]
+        self,
+        node: tuple[Any, Sequence[int]],
+        method: str,
+        shares: Sequence[Share],
+        images: Sequence[Any],
+        what: str,
+        options: dict[str, Any],
     ) -> Any:
         """Call a method on all ranks of a node, and return the reference. See ``RankCaller.call_with_shares``."""
         caller, ranks = node
@@ -255,7 +272,8 @@ class PolicyGroup(PolicyOperations):
             data_rank = self._data_ranks[rank]
             stored[data_rank] = shares[data_rank]
             numbers.append(list(stored).index(data_rank))
-        return caller.call_with_shares.remote(method, [ray.put(list(stored.values()))], numbers, what, options)
+        data = [self._image_data(rank, images) for rank in ranks]
+        return caller.call_with_shares.remote(method, [ray.put(list(stored.values()))], numbers, what, options, data)
 
     @property
     def _multiple(self) -> int:

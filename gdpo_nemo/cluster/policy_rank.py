@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from gdpo_nemo.cluster.local_ray import stay_on
 from gdpo_nemo.cluster.policy_operations import Operation, PolicyOperations
 from gdpo_nemo.cluster.session import answer, ray, sendable
@@ -121,13 +123,21 @@ class PolicyRank(PolicyOperations):
             count += sum(p.numel() for p in chunk.parameters())
         return count
 
-    def call_with_share(self, method: str, shares: Sequence[Share], number: int, options: Mapping[str, Any]) -> Any:
-        """Call a method of this rank with one of the shares of its node. See ``RankCaller``."""
-        return getattr(self, method)(shares[number], **options)
+    def call_with_share(
+        self,
+        method: str,
+        shares: Sequence[Share],
+        number: int,
+        options: Mapping[str, Any],
+        image_data: np.ndarray | None = None,
+    ) -> Any:
+        """Call a method of this rank with one of several shares, and with the data of the share's images if it needs
+        them. See ``RankCaller``."""
+        return getattr(self, method)(shares[number].with_image_data(image_data), **options)
 
-    def data_parallel_rank(self) -> int:
-        """Return the data-parallel rank, which is the index of the share that this rank processes."""
-        return self.policy.data_parallel_rank
+    def position(self) -> tuple[int, bool]:
+        """Return the data-parallel rank, which is the index of this rank's share, and whether it needs image data."""
+        return self.policy.data_parallel_rank, self.policy.is_first_stage
 
     def train(self, share: Share, settings: Objective) -> UpdateResult | None:
         """Run an update. Return the result on rank 0 and None on other ranks."""
@@ -194,7 +204,13 @@ class RankCaller:
         self._ranks = ranks
 
     async def call_with_shares(
-        self, method: str, shares: Sequence[Any], numbers: Sequence[int], what: str, options: Mapping[str, Any]
+        self,
+        method: str,
+        shares: Sequence[Any],
+        numbers: Sequence[int],
+        what: str,
+        options: Mapping[str, Any],
+        image_data: Sequence[Any],
     ) -> list[Any]:
         """Call a method of all ranks. Return the results by rank of the node. The first failure is raised at once.
 
@@ -203,10 +219,11 @@ class RankCaller:
             numbers: for each rank, the index of its share.
             what: description of the call, for messages.
             options: additional arguments of the method.
+            image_data: for each rank, a reference to the encoded images of its share, or None.
         """
         refs = []
-        for rank, number in zip(self._ranks, numbers, strict=True):
-            refs.append(rank.call_with_share.remote(method, shares[0], number, options))
+        for rank, number, data in zip(self._ranks, numbers, image_data, strict=True):
+            refs.append(rank.call_with_share.remote(method, shares[0], number, options, data))
         try:
             return await asyncio.gather(*(answer(ref, what, math.inf) for ref in refs))
         except Exception as error:

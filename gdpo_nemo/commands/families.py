@@ -68,7 +68,10 @@ def _particulars(family: Family) -> list[str]:
     norms += ["queries scaled by position"] * bool(family.query_scale)
     norms += ["other heads in layers without a window"] * bool(family.global_heads)
     norms += ["a factor of each layer's output"] * bool(family.layer_scale)
-    return _WINDOWS.get(family.windows, []) + mamba + experts + norms + [f"{rotary} rotary embedding"] * bool(rotary)
+    images = ["images", "positions by time, row and column"] * bool(family.tower)
+    norms += ["features of images in several layers"] * bool(family.tower and family.tower.deepstack)
+    norms += [f"{rotary} rotary embedding"] * bool(rotary)
+    return images + _WINDOWS.get(family.windows, []) + mamba + experts + norms
 
 
 def row(family: Family) -> tuple[str, ...]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gdpo_nemo.data.images import Images
-from gdpo_nemo.data.messages import Message, plain_message, rendered, with_texts
+from gdpo_nemo.data.images import Images, moved
+from gdpo_nemo.data.messages import Message, plain_message, rendered, with_texts, without_images
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.replies import Reply, ReplyParser, split_thought
 from gdpo_nemo.data.tokenizer import continued
@@ -199,14 +199,13 @@ class Conversation:
 
     def _plain(self, observation: str | Sequence[Message]) -> tuple[list[Message], list[Any]]:
         """Return an observation as a list of messages, and the images in their parts as they were given."""
-        images: list[Any] = []
         given = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
         try:
-            plain = [plain_message(message, None if self._images is None else images) for message in given]
+            plain, images = without_images([plain_message(message, self._images is not None) for message in given])
         except ValueError as error:
             raise RunError(f"a message of an observation {error}") from None
         if self._images is None:
-            return [*plain], images
+            return plain, images
         return [with_texts(message, self._images.as_text) for message in plain], images
 
     def _as_text(self, text: str) -> str:
@@ -249,11 +248,15 @@ def _without_images(token_ids: np.ndarray, images: Images) -> np.ndarray:
     return token_ids
 
 
+Asked = str | Message | Prompt
+"""Text or message of a user, or a prompt of the dataset."""
+
+
 @dataclass(frozen=True)
 class Exchange:
     """A prompt and its reply."""
 
-    message: str | Prompt
+    message: Asked
     reply: np.ndarray
     """int32 [tokens]. A truncated reply has no end-of-message token."""
 
@@ -284,20 +287,20 @@ class Dialogue:
         """Drop all exchanges."""
         self._exchanges = []
 
-    def prompt(self, message: str | Prompt) -> tuple[np.ndarray, int]:
-        """Return the prompt for a reply to ``message``, int32 [tokens], and the number of dropped exchanges.
+    def prompt(self, message: Asked) -> tuple[np.ndarray, Images, int]:
+        """Return the prompt for a reply to ``message``, int32 [tokens], its images, and the number of lost exchanges.
 
         A ``Prompt`` of the dataset begins a new conversation. The prompt's tokens are used unchanged.
 
         Raises:
             ConfigError: if the prompt leaves no room for a reply.
-            RunError: if the chat template refuses the conversation.
+            RunError: if the chat template refuses the conversation, or an image needs a template.
         """
         if isinstance(message, Prompt):
             self.reset()
         dropped = 0
         while True:
-            ids = self._tokens(message)
+            ids, images = self._tokens(message)
             if len(ids) + self._reply <= self._context or not self._exchanges:
                 break
             self._exchanges.pop(0)
@@ -307,29 +310,38 @@ class Dialogue:
                 f"the prompt has {len(ids)} tokens, but the model's context is limited to {self._context} "
                 "(policy.max_total_sequence_length)"
             )
-        return ids, dropped
+        return ids, images, dropped
 
-    def add(self, message: str | Prompt, reply: Sequence[int] | np.ndarray) -> None:
+    def add(self, message: Asked, reply: Sequence[int] | np.ndarray) -> None:
         """Append an exchange to the history. This has no effect without a chat template, because only a template
         separates turns."""
         if self._conversation.chat:
             self._exchanges.append(Exchange(message, np.asarray(reply, np.int32)))
 
-    def _tokens(self, message: str | Prompt) -> np.ndarray:
-        texts = [*(exchange.message for exchange in self._exchanges), message]
-        parts = [self._first(texts[0])]
-        for exchange, text in zip(self._exchanges, texts[1:]):
+    def _tokens(self, message: Asked) -> tuple[np.ndarray, Images]:
+        messages = [*(exchange.message for exchange in self._exchanges), message]
+        ids, images = self._first(messages[0])
+        parts, length = [ids], len(ids)
+        for exchange, later in zip(self._exchanges, messages[1:]):
             last = int(exchange.reply[-1]) if len(exchange.reply) else -1
-            parts += [exchange.reply, self._conversation.continuation(None, str(text), last)]
-        return np.concatenate(parts)
+            assert not isinstance(later, Prompt)  # a prompt begins a conversation
+            observation = later if isinstance(later, str) else [later]
+            ids, more = self._conversation.continuation_with_images(None, observation, last)
+            images += moved(more, length + len(exchange.reply))
+            parts += [exchange.reply, ids]
+            length += len(exchange.reply) + len(ids)
+        return np.concatenate(parts), images
 
-    def _first(self, message: str | Prompt) -> np.ndarray:
+    def _first(self, message: Asked) -> tuple[np.ndarray, Images]:
         if isinstance(message, Prompt):
-            return message.token_ids
+            return message.token_ids, message.images
         if not self._conversation.chat:
-            return self._conversation.prompt(f"{self._system}\n\n{message}" if self._system else message)[1]
+            if not isinstance(message, str):
+                raise RunError("an image requires a tokenizer with a chat template")
+            return self._conversation.prompt(f"{self._system}\n\n{message}" if self._system else message)[1], ()
         system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
-        return self._conversation.prompt([*system, {"role": "user", "content": message}])[1]
+        asked: Message = {"role": "user", "content": message} if isinstance(message, str) else message
+        return self._conversation.prompt_with_images([*system, asked])[1:]
 
 
 def output_items(reply: Reply, split_reasoning: bool = False) -> list[dict[str, Any]]:

@@ -7,13 +7,15 @@ concatenated for sending, and the rank creates views of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from gdpo_nemo.algorithms.losses import TOKEN_INPUTS, TokenInput
+from gdpo_nemo.data.image_table import ImageTable
+from gdpo_nemo.data.images import Images
 from gdpo_nemo.data.packing import Assignment, TrainSequence, has_split_trajectory
 from gdpo_nemo.data.records import TokenValues
 from gdpo_nemo.utils.errors import RunError
@@ -58,6 +60,8 @@ class Share:
     routing: np.ndarray | None = None
     """[tokens of all sequences, MoE layers * experts per token]: ``TrainSequence.routing`` (None if no sequence has
     it)."""
+    images: ImageTable | None = None
+    """Images of the sequences (None if no sequence has images)."""
 
     @classmethod
     def of(
@@ -109,7 +113,17 @@ class Share:
             shared=None if shared is None else np.array([shared[i] for i in indices], np.int64),
             trajectories=_numbers(ordered, "trajectory", np.int64) if has_split_trajectory(ordered) else None,
             routing=_routing(ordered),
+            images=ImageTable.of([s.images for s in ordered]),
         )
+
+    @property
+    def image_data(self) -> np.ndarray | None:
+        """Encoded images, uint8 [bytes], or None if there are none. Only some ranks need them."""
+        return None if self.images is None else self.images.data
+
+    def with_image_data(self, data: np.ndarray | None) -> Share:
+        """Return this share with ``image_data`` replaced."""
+        return self if self.images is None else replace(self, images=replace(self.images, data=data))
 
     @property
     def micro_batches(self) -> list[list[int]]:
@@ -126,6 +140,9 @@ class Share:
         routing: Sequence[np.ndarray | None] = [None] * len(self.weights)
         if self.routing is not None:
             routing = cut(self.routing, self.prompt_lengths + self.completion_lengths)
+        images: Sequence[Images] = [()] * len(self.weights)
+        if self.images is not None:
+            images = self.images.images(len(self.weights))
         prompts = cut(self.prompt_ids, self.prompt_lengths)
         completions = cut(self.completion_ids, self.completion_lengths)
         sequences = []
@@ -139,6 +156,7 @@ class Share:
                 shared=0 if self.shared is None else int(self.shared[i]),
                 trajectory=-1 if self.trajectories is None else int(self.trajectories[i]),
                 routing=routing[i],
+                images=images[i],
                 **dict(zip(columns, values)),
             )
             sequences.append(sequence)

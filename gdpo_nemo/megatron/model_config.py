@@ -48,6 +48,7 @@ def rotary(config: PretrainedConfig, model: ModelDescription, layers: str = "") 
     """
     if not model.family.rope_types:
         return None
+    config = config.get_text_config()
     parameters = config.rope_parameters[layers] if layers else config.rope_parameters
     kind = parameters.get("rope_type", "default")
     if kind == "default":
@@ -67,6 +68,7 @@ def layer_attentions(config: PretrainedConfig, model: ModelDescription) -> list[
         score_cap=model.score_cap,
         sinks=model.family.sinks is not None,
         pairs=model.rotates_pairs,
+        axes=model.rotary_axes,
         query_scale=model.query_scale,
     )
     layers = []

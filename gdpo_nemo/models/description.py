@@ -60,13 +60,46 @@ class LatentSizes(NamedTuple):
     """Size of a head's values."""
 
 
+class TowerSizes(NamedTuple):
+    """Sizes of a vision tower, under the names of their fields in ``vision_config``."""
+
+    depth: int
+    """Number of blocks."""
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    out_hidden_size: int
+    """Size of the embeddings, which is the text model's hidden size."""
+    patch_size: int
+    """Height and width of a patch in pixels."""
+    spatial_merge_size: int
+    """Height and width in patches of the square that becomes one embedding."""
+    temporal_patch_size: int
+    """Number of frames of a patch. An image fills all of them."""
+    in_channels: int
+    positions: int
+    """Number of learned position embeddings, or 0."""
+    deepstack: tuple[int, ...]
+    """Indices of the blocks whose outputs are added to those of the text model's first layers."""
+
+    @property
+    def patch(self) -> int:
+        """Number of values in a patch."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def merged(self) -> int:
+        """Size of the hidden states that become one embedding."""
+        return self.hidden_size * self.spatial_merge_size**2
+
+
 @dataclass(frozen=True, eq=False)
 class ModelDescription:
     """Properties of a decoder-only model. ``family_checks.describe`` returns the description of a supported model."""
 
     family: Family
     fields: Mapping[str, Any]
-    """Fields of config.json (see ``with_defaults``)."""
+    """Fields of config.json, or of the text model in an image model (see ``with_defaults``)."""
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> ModelDescription:
@@ -305,6 +338,7 @@ class ModelDescription:
             "attention sinks": self.family.sinks,
             "several rotary embeddings": self.family.layer_rope,
             "queries that positions scale": self.query_scale,
+            "rotary positions in images (M-RoPE)": self.family.tower,
         }
         return next((name for name, is_present in properties.items() if is_present), None)
 
@@ -326,7 +360,9 @@ class ModelDescription:
         if not isinstance(parameters, Mapping):
             raise model_error(f"the rotary parameters in the model's config.json must be an object, got {parameters!r}")
         kind = parameters.get("rope_type", parameters.get("type", "default"))
-        return {**parameters, "rope_type": "default" if kind is None else kind}
+        if kind is None or (kind == "mrope" and self.family.tower):
+            kind = "default"
+        return {**parameters, "rope_type": kind}
 
     @property
     def rotated_share(self) -> Any:
@@ -360,6 +396,37 @@ class ModelDescription:
         rope = self.rope()
         beta = rope.get(self.family.query_scale) if self.family.query_scale else None
         return (beta, rope["original_max_position_embeddings"]) if beta else None
+
+    # Vision tower
+
+    @cached_property
+    def tower(self) -> TowerSizes | None:
+        """Sizes of the vision tower (None if the model is a text model)."""
+        tower = self.family.tower
+        if tower is None:
+            return None
+        fields = {**tower.defaults, **self.fields["vision_config"]}
+        positions = fields[tower.positions] if tower.positions else 0
+        deepstack = tuple(fields[tower.deepstack]) if tower.deepstack else ()
+        sizes: dict[str, Any] = {name: fields[name] for name in TowerSizes._fields[:-2]}
+        return TowerSizes(**sizes, positions=positions, deepstack=deepstack)
+
+    @cached_property
+    def rotary_axes(self) -> tuple[int, ...] | None:
+        """For each rotary frequency, the axis of the positions that it rotates by: 0 time, 1 rows, 2 columns of images.
+
+        None if the model is a text model, whose positions have one axis.
+        """
+        if self.family.tower is None:
+            return None
+        sections: list[int] = self.rope()["mrope_section"]
+        if not self.family.tower.interleaved:
+            return (0,) * sections[0] + (1,) * sections[1] + (2,) * sections[2]
+        axes = [0] * sum(sections)
+        for axis in (1, 2):
+            for index in range(axis, min(3 * sections[axis], len(axes)), 3):
+                axes[index] = axis
+        return tuple(axes)
 
     # MLPs and experts
 
@@ -474,9 +541,10 @@ class ModelDescription:
 def with_defaults(family: Family, content: Mapping[str, Any]) -> dict[str, Any]:
     """Add transformers' defaults for the family to the fields of a config.json. Return the result.
 
-    If the family has different types of layers, their types and their number are also added.
+    If the family has different types of layers, their types and their number are also added. The fields of the text
+    model in an image model are at the top level of the result.
     """
-    fields = {**family.defaults, **content}
+    fields = {**family.defaults, **with_text_fields(content)}
     if family.layer_period and fields.get(family.layer_types) is None:
         period, layers = fields[family.layer_period], fields.get("num_hidden_layers")
         first, second = family.layers
@@ -489,3 +557,20 @@ def with_defaults(family: Family, content: Mapping[str, Any]) -> dict[str, Any]:
         fields[family.layer_types] = [types.get(letter, letter) for letter in pattern]
     found = fields[family.layer_types]
     return {**fields, "num_hidden_layers": len(found) if isinstance(found, list) else 0}
+
+
+def with_text_fields(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config.json. If the family has a tower, the text model's fields are at the top level.
+
+    Older folders of image models do not have a separate object for the text model.
+    """
+    kind = content.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None or family.tower is None:
+        return dict(content)
+    text = content.get("text_config")
+    own = {key: value for key, value in content.items() if key != "text_config"}
+    text = dict(text) if isinstance(text, Mapping) else {}
+    tied = bool(own.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
+    shared = {key: own.get(key) for key in ("model_type", "architectures", "quantization_config")}
+    return {**own, **text, **shared, "tie_word_embeddings": tied}

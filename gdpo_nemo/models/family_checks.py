@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gdpo_nemo.models.architectures import has_optional_experts, last_name, linear_layers, model_error
-from gdpo_nemo.models.description import FULL, SLIDING, ModelDescription
-from gdpo_nemo.models.families import FAMILIES, Experts
+from gdpo_nemo.models.description import FULL, SLIDING, ModelDescription, TowerSizes
+from gdpo_nemo.models.families import FAMILIES, Experts, Tower
 from gdpo_nemo.utils.errors import ConfigError
 
 ROPE_PARAMETERS: dict[str, tuple[str, ...]] = {
@@ -57,6 +58,8 @@ def describe(content: Mapping[str, Any]) -> ModelDescription:
     model = ModelDescription.of(content)
     _check_features(model)
     _check_sizes(model)
+    if model.family.tower:
+        _check_tower(model, model.family.tower)
     return model
 
 
@@ -180,9 +183,11 @@ def _check_family(content: Mapping[str, Any]) -> None:
     if kind not in FAMILIES:
         nested = " (a text model inside another model, text_config)" if "text_config" in content else ""
         raise model_error(f"model type {kind!r}{nested} is not supported; supported: {known}")
-    layers = content.get("num_hidden_layers")
-    if isinstance(layers, int) and layers > MOST_LAYERS:
-        raise model_error(f"num_hidden_layers must be at most {MOST_LAYERS:,}, got {repr(layers)[:40]}")
+    for part, key in ((None, "num_hidden_layers"), ("text_config", "num_hidden_layers"), ("vision_config", "depth")):
+        fields = content.get(part) if part else content
+        layers = fields.get(key) if isinstance(fields, Mapping) else None
+        if isinstance(layers, int) and layers > MOST_LAYERS:
+            raise model_error(f"{key} must be at most {MOST_LAYERS:,}, got {repr(layers)[:40]}")
     names, architecture = content.get("architectures"), FAMILIES[kind].architecture
     if names and not isinstance(names, list):
         raise model_error(f"architectures in the model's config.json must be a list, got {names!r}")
@@ -236,6 +241,53 @@ def _check_sizes(model: ModelDescription) -> None:  # noqa: C901
         for key in (experts.width, experts.chosen):
             _check_size(key, content.get(key))
         _check_router(model, experts)
+
+
+def _check_tower(model: ModelDescription, tower: Tower) -> None:
+    """Check the fields of a vision tower. Raises ConfigError."""
+    vision, hidden = model.fields.get("vision_config"), model.hidden
+    if not isinstance(vision, Mapping):
+        raise model_error(f"config.json of a {model.family.model_type} model must have the object vision_config")
+    fields = {**tower.defaults, **vision}
+    for key in (*TowerSizes._fields[:-2], *([tower.positions] if tower.positions else [])):
+        _check_size(f"vision_config.{key}", fields.get(key))
+    if fields["out_hidden_size"] != hidden:
+        raise model_error(f"vision_config.out_hidden_size {fields['out_hidden_size']} must be hidden_size ({hidden})")
+    if fields["hidden_size"] % (4 * fields["num_heads"]):
+        raise model_error("vision_config.hidden_size must be a multiple of 4 * vision_config.num_heads")
+    if tower.positions and math.isqrt(fields[tower.positions]) ** 2 != fields[tower.positions]:
+        raise model_error(f"vision_config.{tower.positions} must be a square, got {fields[tower.positions]}")
+    blocks = fields[tower.deepstack] if tower.deepstack else ()
+    if not _are_sizes(blocks) or len(set(blocks)) != len(blocks) or max(blocks, default=0) >= fields["depth"]:
+        raise model_error(
+            f"vision_config.{tower.deepstack} must contain different indices of the {fields['depth']} blocks, got "
+            f"{repr(blocks)[:40]}"
+        )
+    if len(blocks) > model.layers:
+        raise model_error(
+            f"vision_config.{tower.deepstack} must have at most {model.layers} values (num_hidden_layers)"
+        )
+    _check_axes(model, tower)
+
+
+def _check_axes(model: ModelDescription, tower: Tower) -> None:
+    """Check the rotary embedding by axes, and the placeholders of images. Raises ConfigError."""
+    rope, size = model.rope(), model.rotary_size() // 2
+    sections: Any = rope.get("mrope_section")
+    if not _are_sizes(sections) or len(sections) != 3 or sum(sections) != size:
+        raise model_error(
+            f"mrope_section must contain three numbers of frequencies, together {size}, got {repr(sections)[:40]}"
+        )
+    if bool(rope.get("mrope_interleaved")) != tower.interleaved:
+        raise model_error(f"mrope_interleaved must be {str(tower.interleaved).lower()} for {model.family.model_type}")
+    for key in ("image_token_id", "video_token_id"):
+        token: Any = model.fields.get(key)
+        if type(token) is not int or not 0 <= token < model.vocabulary:
+            raise model_error(f"{key} must be a token id below vocab_size, got {repr(token)[:40]}")
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, (list, tuple)) and all(type(value) is int and value >= 0 for value in values)
 
 
 def _check_index(content: Mapping[str, Any]) -> None:

@@ -8,19 +8,52 @@ _QWEN25 = dict(model_type="qwen2", vocab_size=151936, num_key_value_heads=2)
 _QWEN25_1_5B = _QWEN25 | dict(
     hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, intermediate_size=8960, tie_word_embeddings=True
 )
+_QWEN25_3B = _QWEN25 | dict(
+    hidden_size=2048, num_hidden_layers=36, num_attention_heads=16, intermediate_size=11008, tie_word_embeddings=True
+)
 _QWEN25_7B = _QWEN25 | dict(
     vocab_size=152064, hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
     intermediate_size=18944, tie_word_embeddings=False,
+)  # fmt: skip
+_QWEN25_TOWER = dict(depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16)
+_QWEN3_TOWER = dict(
+    depth=24, hidden_size=1024, intermediate_size=4096, num_heads=16, deepstack_visual_indexes=[5, 11, 17]
+)
+_QWEN3_VL = dict(
+    model_type="qwen3_vl", vocab_size=151936, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+    image_token_id=151655, video_token_id=151656, num_attention_heads=32, num_hidden_layers=36,
+    rope_parameters=dict(
+        rope_type="default", rope_theta=5e6, mrope_section=[24, 20, 20], mrope_interleaved=True
+    ),
+)  # fmt: skip
+_QWEN25_VL = dict(
+    model_type="qwen2_5_vl", image_token_id=151655, video_token_id=151656,
+    rope_parameters=dict(rope_type="default", rope_theta=1e6, mrope_section=[16, 24, 24]),
 )  # fmt: skip
 KNOWN: dict[str, dict[str, Any]] = {
     "Qwen/Qwen2.5-0.5B": _QWEN25
     | dict(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, intermediate_size=4864,
     tie_word_embeddings=True),
     "Qwen/Qwen2.5-1.5B": _QWEN25_1_5B,
-    "Qwen/Qwen2.5-3B": _QWEN25
-    | dict(hidden_size=2048, num_hidden_layers=36, num_attention_heads=16, intermediate_size=11008,
-    tie_word_embeddings=True),
+    "Qwen/Qwen2.5-3B": _QWEN25_3B,
     "Qwen/Qwen2.5-7B": _QWEN25_7B,
+    "Qwen/Qwen2.5-VL-3B-Instruct": _QWEN25_3B | _QWEN25_VL | dict(
+        vision_config=_QWEN25_TOWER | dict(out_hidden_size=2048)
+    ),
+    "Qwen/Qwen2.5-VL-7B-Instruct": _QWEN25_7B | _QWEN25_VL | dict(
+        vision_config=_QWEN25_TOWER | dict(out_hidden_size=3584)
+    ),
+    "Qwen/Qwen3-VL-2B-Instruct": _QWEN3_VL | dict(
+        hidden_size=2048, num_hidden_layers=28, num_attention_heads=16, intermediate_size=6144,
+        vision_config=_QWEN3_TOWER | dict(out_hidden_size=2048),
+    ),
+    "Qwen/Qwen3-VL-4B-Instruct": _QWEN3_VL | dict(
+        hidden_size=2560, intermediate_size=9728, vision_config=_QWEN3_TOWER | dict(out_hidden_size=2560)
+    ),
+    "Qwen/Qwen3-VL-8B-Instruct": _QWEN3_VL | dict(
+        hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False,
+        vision_config=dict(depth=27, hidden_size=1152, intermediate_size=4304, num_heads=16, out_hidden_size=4096),
+    ),
     "Qwen/Qwen2.5-32B": _QWEN25
     | dict(
         vocab_size=152064, hidden_size=5120, num_hidden_layers=64, num_attention_heads=40, num_key_value_heads=8,

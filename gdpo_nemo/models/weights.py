@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from gdpo_nemo.models.description import KERNEL, ModelDescription
-from gdpo_nemo.models.families import Experts
+from gdpo_nemo.models.description import KERNEL, ModelDescription, TowerSizes
+from gdpo_nemo.models.families import Experts, Tower
 
 # Ways to split a weight over tensor-parallel ranks. The last six also define the order of the rows in Megatron.
 REPLICATED = "replicated"
@@ -28,6 +28,8 @@ EXPERT_BIAS = "mlp.router.expert_bias"
 """Name of the buffer that a router adds to its scores to choose experts."""
 LAYER_SCALE = "mlp_bda.scale"
 """Name of the buffer with a factor of a layer's output."""
+TOWER = "tower."
+"""Prefix of the parameters of a vision tower, whose other names are those of transformers' module."""
 INDEX = "self_attention.indexer."
 """Prefix of a sparse index's buffers."""
 
@@ -78,9 +80,13 @@ class WeightSpec(NamedTuple):
 def weight_table(model: ModelDescription) -> Iterator[WeightSpec]:
     """Yield the rows of all weights of a model, in the order of its layers.
 
-    Tied models have no row for the output layer. Tensors that are not loaded (``Family.untrained``) have no rows.
+    The rows of a vision tower come first. Tied models have no row for the output layer. Tensors that are not loaded
+    (``Family.untrained``) have no rows.
     """
     modules, hidden = model.family.modules, model.hidden
+    if model.family.tower and model.tower:
+        for name, shape in _tower(model.family.tower, model.tower):
+            yield WeightSpec(model.family.tower.prefix + name, shape, REPLICATED, TOWER + name)
     yield WeightSpec(f"{modules.embedding}.weight", (model.vocabulary, hidden), ROWS, EMBEDDING)
     for layer, symbols in enumerate(model.symbols):
         prefix = modules.layer.format(layer)
@@ -287,6 +293,40 @@ def _delta_net(model: ModelDescription, layer: int) -> Iterator[WeightSpec]:
     ):
         yield WeightSpec(f"{names.mixer}.{tensor}", shape, split, f"self_attention.{name}")
     yield from _linear([output], [hidden], rows[2], COLUMNS, "self_attention.out_proj")
+
+
+def _tower(names: Tower, sizes: TowerSizes) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield (name, shape) of each tensor of a vision tower. Names are relative to the tower."""
+    hidden = sizes.hidden_size
+    patch = sizes.in_channels, sizes.temporal_patch_size, sizes.patch_size, sizes.patch_size
+
+    def tensors(module: str, *shape: int, bias: bool = True) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield f"{module}.weight", shape
+        if bias:
+            yield f"{module}.bias", shape[:1]
+
+    def merger(module: str, normalised: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        norm, first, second = names.merger
+        yield from tensors(f"{module}.{norm}", normalised, bias=names.biases)
+        yield from tensors(f"{module}.{first}", sizes.merged, sizes.merged)
+        yield from tensors(f"{module}.{second}", sizes.out_hidden_size, sizes.merged)
+
+    yield from tensors("patch_embed.proj", hidden, *patch, bias=names.biases)
+    if sizes.positions:
+        yield "pos_embed.weight", (sizes.positions, hidden)
+    for layer in range(sizes.depth):
+        block = f"blocks.{layer}."
+        for norm in ("norm1", "norm2"):
+            yield from tensors(block + norm, hidden, bias=names.biases)
+        yield from tensors(block + "attn.qkv", 3 * hidden, hidden)
+        yield from tensors(block + "attn.proj", hidden, hidden)
+        *inputs, output = names.mlp
+        for module in inputs:
+            yield from tensors(block + module, sizes.intermediate_size, hidden)
+        yield from tensors(block + output, hidden, sizes.intermediate_size)
+    yield from merger("merger", hidden)
+    for index in range(len(sizes.deepstack)):
+        yield from merger(f"deepstack_merger_list.{index}", sizes.merged)
 
 
 _PARTS = {"*": _attention, "-": _mlp, "E": _mixture, "M": _mamba, "G": _delta_net}

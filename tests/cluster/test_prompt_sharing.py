@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from concurrent.futures import Future
 from dataclasses import replace
 from itertools import chain
@@ -19,6 +20,7 @@ from gdpo_nemo.cluster.policy_group import PolicyGroup
 from gdpo_nemo.cluster.policy_rank import RankCaller
 from gdpo_nemo.cluster.session import WorkerDied
 from gdpo_nemo.config.load import load_config
+from gdpo_nemo.data.images import Image, PlacedImage
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.prefixes import Layout
 from gdpo_nemo.data.records import UpdateResult
@@ -121,31 +123,49 @@ class Rank:
         self.ends = ends
         self.call_with_share = SimpleNamespace(remote=self._call)
 
-    def _call(self, method, shares, number, options):
+    def _call(self, method, shares, number, options, image_data):
         result: Future = Future()
         if self.failure:
             result.set_exception(self.failure)
         elif self.ends:
-            result.set_result((self.rank, method, shares[number].completion_ids.tolist(), options))
+            share = shares[number].with_image_data(image_data)
+            self.images = [[p.image.data for p in s.images] for s in share.sequences()]
+            result.set_result((self.rank, method, share.completion_ids.tolist(), options))
         return SimpleNamespace(future=lambda: result)
 
 
-def test_the_driver_calls_the_ranks_of_a_node_together_and_each_gets_its_share(monkeypatch):
+@pytest.fixture
+def stored(monkeypatch) -> list:
+    """Objects that the driver puts into Ray's object store. ``gather`` waits for nothing."""
     stored = []
     monkeypatch.setattr(policy_group, "ray", SimpleNamespace(put=lambda shares: stored.append(shares) or shares))
-    monkeypatch.setattr(policy_group, "gather", lambda refs, *_: list(refs))
+    monkeypatch.setattr(policy_group, "gather", lambda refs, *_: [getattr(r, "future", lambda r=r: r)() for r in refs])
+    return stored
+
+
+def five_ranks() -> PolicyGroup:
+    """Three data-parallel ranks. Ranks 1 and 2 are on a later pipeline stage."""
     group = object.__new__(PolicyGroup)
     group._data_ranks = [1, 0, 1, 0, 2]
+    group._decodes = [True, False, False, True, True]
     group.ranks = [Rank(rank) for rank in range(5)]
     group._patience = {"train": Patience(60.0, 60.0)}
+    return group
 
+
+def nodes_of(group: PolicyGroup) -> list:
     def node(*ranks):
         caller = RankCaller([group.ranks[rank] for rank in ranks])
         return SimpleNamespace(
             call_with_shares=SimpleNamespace(remote=lambda *a: asyncio.run(caller.call_with_shares(*a)))
         ), ranks
 
-    group.callers = [node(3, 0, 2), node(1, 4)]
+    return [node(3, 0, 2), node(1, 4)]
+
+
+def test_the_driver_calls_the_ranks_of_a_node_together_and_each_gets_its_share(stored):
+    group = five_ranks()
+    group.callers = nodes_of(group)
     layout = Layout([[[2]], [[0]], [[1]]], [0] * 8)
     results = group._call_with_shares("train", batch(), layout, ["loss_mask"], "training", settings=7)
     tokens = {0: [2, 11], 1: [0, 9], 2: [1, 10]}  # first and last token of the sequence of a data-parallel rank
@@ -155,7 +175,24 @@ def test_the_driver_calls_the_ranks_of_a_node_together_and_each_gets_its_share(m
     assert [len(shares) for shares in stored] == [2, 2], "a node stores each share once"
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_data_of_a_distinct_image_is_stored_once_per_data_parallel_rank_and_read_by_first_stages_only(stored, together):
+    images = [Image(str(n) * 64, 8, 8, bytes([n]) * 100_000) for n in range(3)]
+    sequences = batch()
+    for n, sequence in enumerate(sequences):
+        sequence.images = (PlacedImage(images[n // 4], 2, 4), PlacedImage(images[2], 7, 4))
+    group = five_ranks()
+    group.callers = nodes_of(group) if together else ()
+    layout = Layout([[[0, 1], [2]], [[3, 4]], [[5, 6, 7]]], [0] * 8)
+    group._call_with_shares("train", sequences, layout, ["loss_mask"], "training")
+    distinct = [{0, 2}, {0, 1, 2}, {1, 2}]
+    assert sum(len(pickle.dumps(found)) for found in stored) < 100_000 * sum(map(len, distinct)) + 20_000
+    for rank, data_rank, decodes in zip(group.ranks, group._data_ranks, group._decodes):
+        data = {images[n].data for n in distinct[data_rank]} if decodes else {b""}
+        assert set(chain.from_iterable(rank.images)) == data
+
+
 def test_the_first_failure_of_a_rank_ends_the_call_to_its_node():
     caller = RankCaller([Rank(0, ends=False), Rank(1, failure=ActorDiedError())])
     with pytest.raises(WorkerDied, match="training: a worker process died"):
-        asyncio.run(caller.call_with_shares("train", [[None, None]], [0, 1], "training", {}))
+        asyncio.run(caller.call_with_shares("train", [[None, None]], [0, 1], "training", {}, [None, None]))

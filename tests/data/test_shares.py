@@ -78,6 +78,24 @@ def test_every_rank_gets_its_sequences_unchanged_and_in_order(shapes, ranks, old
                     np.testing.assert_array_equal(mine, theirs)
 
 
+@given(shapes=shapes, ranks=st.integers(1, 4), counts=st.lists(st.integers(0, 3), min_size=12, max_size=12))
+def test_images_arrive_at_their_places_and_each_distinct_image_once(shapes, ranks, counts):
+    batch = make_batch(shapes)
+    images = [Image(str(n) * 64, n + 1, 7, bytes([n]) * (n * 1000)) for n in range(5)]
+    for place, (sequence, count) in enumerate(zip(batch, counts)):
+        sequence.images = tuple(PlacedImage(images[(place + n) % 5], 3 * n, 2) for n in range(count))
+    assignment = assign([len(s) for s in batch], Budget(ranks, 60))
+    for share, micro_batches in zip(travelled(batch, assignment), assignment):
+        sent = [batch[i].images for i in chain.from_iterable(micro_batches)]
+        for data, arrived in ((True, share), (False, share.with_image_data(None))):
+            got = [s.images for s in arrived.sequences()]
+            assert got == sent
+            found = {placed.image.sha256: placed.image for placed in chain.from_iterable(got)}
+            assert all(image.data == images[int(name[0])].data * data for name, image in found.items())
+        size = sum(len(images[n].data) for n in {int(name[0]) for name in found})
+        assert size == (0 if share.image_data is None else share.image_data.nbytes)
+
+
 @given(shapes=shapes, ranks=st.integers(1, 4), every=st.integers(1, 3))
 def test_advantages_by_token_arrive_at_their_tokens_beside_those_of_sequences(shapes, ranks, every):
     batch = make_batch(shapes, by_token=lambda place: place % every == 0)

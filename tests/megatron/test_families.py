@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import layouts
 import pytest
 import tiny_models
+import tiny_vision
 import torch
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -51,7 +52,7 @@ def test_windows_that_the_family_lacks_are_refused(config, message):
 
 
 def test_every_declared_family_has_a_tiny_model_that_all_other_tests_take():
-    assert {fields["model_type"] for fields in tiny_models.MODELS.values()} == set(FAMILIES)
+    assert {*(fields["model_type"] for fields in tiny_models.MODELS.values()), *tiny_vision.KINDS} == set(FAMILIES)
 
 
 def test_the_plan_counts_experts_on_the_pipeline_stages_that_have_them():
@@ -102,10 +103,11 @@ def caps(family) -> list[str]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_omitted_config_fields_have_the_defaults_of_transformers(name):
     sizes = dict.fromkeys(SIZES, 96) | dict(num_attention_heads=12)
-    config = AutoConfig.for_model(name, **sizes)
-    filled = config.to_dict()
     family = FAMILIES[name]
-    bare, full = (ModelDescription.of(content) for content in ({"model_type": name, **sizes}, filled))
+    whole = AutoConfig.for_model(name, **({"text_config": sizes} if family.tower else sizes))
+    config = whole.get_text_config()
+    filled = config.to_dict()
+    bare, full = (ModelDescription.of(content) for content in ({"model_type": name, **sizes}, whole.to_dict()))
     assert bare.head_size == full.head_size
     assert bare.key_value_heads == config.num_key_value_heads
     assert bare.moe_layers == full.moe_layers
@@ -293,16 +295,23 @@ ROPE = dict(
 
 @pytest.mark.parametrize("name, kind", [(name, kind) for name in FAMILIES for kind in FAMILIES[name].rope_types])
 def test_rotary_frequencies_are_those_of_transformers(name, kind):
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModel
 
     keys = ("rope_theta", *family_checks.ROPE_PARAMETERS[kind])
-    tiny = next(tiny for tiny, fields in tiny_models.MODELS.items() if fields["model_type"] == name)
     rope = dict(rope_type=kind, **{key: ROPE[key] for key in keys})
     if FAMILIES[name].layer_rope:
         rope = dict(full_attention=rope, sliding_attention=dict(rope_type="default", rope_theta=1e3))
-    config = tiny_models.hf_config(tiny, rope_parameters=rope)
+    if tower := FAMILIES[name].tower:
+        rope |= dict(mrope_section=[2, 1, 1], mrope_interleaved=tower.interleaved)
+        text = dict(tiny_models._SHAPE, rope_parameters=rope, head_dim=8)
+        vision = dict(out_hidden_size=32, deepstack_visual_indexes=[0])
+        tokens = dict(image_token_id=1, video_token_id=2)
+        config = AutoConfig.for_model(name, text_config=text, vision_config=vision, **tokens)
+    else:
+        tiny = next(tiny for tiny, fields in tiny_models.MODELS.items() if fields["model_type"] == name)
+        config = tiny_models.hf_config(tiny, rope_parameters=rope)
     described = description_of(config)
-    theirs = AutoModelForCausalLM.from_config(config).model.rotary_emb
+    theirs = AutoModel.from_config(config.get_text_config()).rotary_emb
     for layers in sorted({layer.rope for layer in layer_attentions(config, described)}):
         frequencies, scaling = rotary(config, described, layers)
         prefix = f"{layers}_" if layers else ""

@@ -4,8 +4,10 @@ replacement's. Engines follow a script (engines_in_process)."""
 from __future__ import annotations
 
 import asyncio
+import pickle
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from ray.exceptions import ActorDiedError
 
 from gdpo_nemo.cluster import engine_client as clients
 from gdpo_nemo.config.load import load_config
+from gdpo_nemo.data.images import Image, PlacedImage
 from gdpo_nemo.generation.requests import SampleRequest, Sampling
 from gdpo_nemo.utils.errors import RunError
 
@@ -47,6 +50,48 @@ def eventually(holds) -> None:
 
 def raise_(error):
     raise error
+
+
+def receiving(engine) -> tuple[list[int], set[str]]:
+    """Let an engine keep images as a real one does. Return the sizes of the calls that it accepts, and its images."""
+    sizes: list[int] = []
+    known: set[str] = set()
+    submit = engine.submit
+
+    def received(requests):
+        wanted = [placed.image for request, _ in requests.values() for placed in request.images]
+        known.update(image.sha256 for image in wanted if image.data)
+        sizes.append(len(pickle.dumps(requests)))
+        missing = sorted({image.sha256 for image in wanted} - known)
+        if not missing:
+            submit(requests)
+        return missing
+
+    engine.submit = received
+    return sizes, known
+
+
+def test_data_of_an_image_is_sent_once_to_each_engine_and_again_if_the_engine_lacks_it(fleet_of):
+    image = Image("a" * 64, 8, 8, bytes(100_000))
+    request = replace(REQUEST, images=(PlacedImage(image, 0, 1),))
+    fleet = fleet_of()
+    sizes, known = receiving(fleet.script.now(0))
+
+    def sample(count: int) -> None:
+        assert len(fleet.generate([replace(request, seed=n) for n in range(count)], SAMPLING).completions) == count
+
+    sample(8)
+    sample(8)
+    assert sum(sizes) < 1.1 * len(image.data)
+    known.clear()
+    sample(8)  # the first call is refused
+    assert len(sizes) == 4 and sum(sizes) < 2.1 * len(image.data)
+    fleet.script.now(0).dead = True
+    eventually(lambda: len(fleet.script.engines) == 2)
+    sizes, known = receiving(fleet.script.now(0))
+    sample(8)
+    sample(2)
+    assert len(sizes) == 2 and len(image.data) < sum(sizes) < 1.1 * len(image.data)
 
 
 def test_the_sync_check_gets_an_answer_where_a_client_learns_last_that_its_engine_died(fleet_of):

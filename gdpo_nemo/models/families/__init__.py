@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gdpo_nemo.models.families import deepseek, gemma, glm, gpt_oss, llama, nemotron, qwen
-from gdpo_nemo.models.families.declaration import DeltaNet, Experts, Family, Latent, Mamba, Modules
+from gdpo_nemo.models.families.declaration import DeltaNet, Experts, Family, Latent, Mamba, Modules, Tower
 
 _DECLARATIONS = (
     *deepseek.FAMILIES,
@@ -22,4 +22,4 @@ FAMILIES: Mapping[str, Family] = {
 }
 """Families by ``model_type``, the field in config.json."""
 
-__all__ = ["FAMILIES", "DeltaNet", "Experts", "Family", "Latent", "Mamba", "Modules"]
+__all__ = ["FAMILIES", "DeltaNet", "Experts", "Family", "Latent", "Mamba", "Modules", "Tower"]

@@ -206,6 +206,39 @@ class DeltaNet:
 
 
 @dataclass(frozen=True)
+class Tower:
+    """Vision tower of a family, which transformers' module computes: names of its tensors, and fields in
+    ``vision_config``.
+
+    Names are relative to ``prefix``, and names of a block's modules to the block. The attention of all towers has the
+    modules ``attn.qkv`` and ``attn.proj``, and the norms of a block are ``norm1`` and ``norm2``.
+    """
+
+    prefix: str
+    """Prefix of the tower's tensors in a Hugging Face folder."""
+    in_memory: Mapping[str, str] = field(default_factory=dict)
+    """Prefixes of modules that transformers changes when it loads a folder. PEFT uses the changed names."""
+    interleaved: bool = False
+    """True if the rows and columns of images alternate in the frequencies of the text model's rotary embedding.
+
+    Otherwise, each axis has consecutive frequencies. The rotary parameter ``mrope_section`` contains their numbers.
+    """
+    mlp: tuple[str, ...] = ("mlp.linear_fc1", "mlp.linear_fc2")
+    """Linear layers of a block's MLP, the last of which is the output."""
+    merger: tuple[str, str, str] = ("norm", "linear_fc1", "linear_fc2")
+    """Norm and linear layers of the merger, which maps a square of patches to one embedding."""
+    biases: bool = True
+    """True if norms and the embedding of patches have biases."""
+    positions: str | None = None
+    """Field with the number of learned position embeddings (None if the tower has only a rotary embedding)."""
+    deepstack: str | None = None
+    """Field with the indices of blocks whose outputs, after a merger each, are added to those of the text model's first
+    layers (None if the family has no such mergers)."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values that transformers uses for fields missing in ``vision_config``."""
+
+
+@dataclass(frozen=True)
 class Family:
     """Description of a supported Hugging Face architecture. The defaults describe Llama."""
 
@@ -325,3 +358,5 @@ class Family:
     """True if the rows of q contain, for each head, the query and a gate whose sigmoid scales the head's output."""
     latent: Latent | None = None
     """Modules of latent attention (None for separate projections of q, k and v)."""
+    tower: Tower | None = None
+    """Vision tower of image models (None for text models). The other fields then describe the text model."""

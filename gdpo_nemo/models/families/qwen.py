@@ -1,10 +1,13 @@
-"""Qwen1.5-MoE, Qwen2, Qwen2.5, Qwen3, Qwen3-Next and the text models of Qwen3.5, dense and MoE."""
+"""Qwen1.5-MoE, Qwen2, Qwen2.5, Qwen3, Qwen3-Next and the text models of Qwen3.5, dense and MoE.
+
+Also the image models Qwen2.5-VL and Qwen3-VL, dense.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from gdpo_nemo.models.families.declaration import DeltaNet, Experts, Family
+from gdpo_nemo.models.families.declaration import DeltaNet, Experts, Family, Modules, Tower
 
 _QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
@@ -78,6 +81,71 @@ _QWEN_3_5 = replace(
     defaults={**_DELTA_FIELDS, "num_key_value_heads": 4},
 )
 
+_QWEN_2 = Family(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    r"(Qwen/(Qwen2(\.5)?-(?!57B-A14B|VL-)|QwQ-)|deepseek-ai/DeepSeek-R1-Distill-Qwen-"
+    r"|(agentica-org/DeepScaleR|nvidia/OpenMath-Nemotron|nvidia/AceReason-Nemotron)-).*",
+    qkv_bias=True,
+    windows="late",
+    defaults={"num_key_value_heads": 32, **_QWEN_WINDOW},
+)
+
+_QWEN_3 = Family(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    r"Qwen/Qwen3-[\d.]+B(?!-A\d).*",
+    qk_norm=True,
+    windows="late",
+    defaults={"num_key_value_heads": 32, "head_dim": 128, **_QWEN_WINDOW},
+)
+
+_PATCHES = {"in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2}
+
+_QWEN_2_5_VL = replace(
+    _QWEN_2,
+    model_type="qwen2_5_vl",
+    architecture="Qwen2_5_VLForConditionalGeneration",
+    hub_names=r"Qwen/Qwen2\.5-VL-\d+B-Instruct",
+    rope_types=("default",),
+    defaults={**_QWEN_WINDOW, "num_key_value_heads": 8, "max_window_layers": 80},
+    tower=Tower(
+        "visual.",
+        in_memory={"model.": "model.language_model.", "visual.": "model.visual."},
+        mlp=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+        merger=("ln_q", "mlp.0", "mlp.2"),
+        biases=False,
+        defaults={**_PATCHES, "patch_size": 14},
+    ),
+)
+
+_QWEN_3_VL = replace(
+    _QWEN_3,
+    model_type="qwen3_vl",
+    architecture="Qwen3VLForConditionalGeneration",
+    hub_names=r"Qwen/Qwen3-VL-\d+B-(Instruct|Thinking)",
+    windows="none",
+    rope_types=("default",),
+    defaults={"num_key_value_heads": 32, "head_dim": 128},
+    modules=Modules(
+        layer="model.language_model.layers.{}.",
+        embedding="model.language_model.embed_tokens",
+        final_norm="model.language_model.norm",
+    ),
+    tower=Tower(
+        "model.visual.",
+        interleaved=True,
+        positions="num_position_embeddings",
+        deepstack="deepstack_visual_indexes",
+        defaults={
+            **_PATCHES,
+            "patch_size": 16,
+            "num_position_embeddings": 2304,
+            "deepstack_visual_indexes": (8, 16, 24),
+        },
+    ),
+)
+
 FAMILIES = (
     _QWEN_3_NEXT,
     _QWEN_3_5,
@@ -97,15 +165,8 @@ FAMILIES = (
             "intermediate_size": 512,  # no layer has a dense MLP
         },
     ),
-    Family(
-        "qwen2",
-        "Qwen2ForCausalLM",
-        r"(Qwen/(Qwen2(\.5)?-(?!57B-A14B)|QwQ-)|deepseek-ai/DeepSeek-R1-Distill-Qwen-"
-        r"|(agentica-org/DeepScaleR|nvidia/OpenMath-Nemotron|nvidia/AceReason-Nemotron)-).*",
-        qkv_bias=True,
-        windows="late",
-        defaults={"num_key_value_heads": 32, **_QWEN_WINDOW},
-    ),
+    _QWEN_2,
+    _QWEN_2_5_VL,
     Family(
         "qwen2_moe",
         "Qwen2MoeForCausalLM",
@@ -123,14 +184,8 @@ FAMILIES = (
             **_QWEN_WINDOW,
         },
     ),
-    Family(
-        "qwen3",
-        "Qwen3ForCausalLM",
-        r"Qwen/Qwen3-[\d.]+B(?!-A\d).*",
-        qk_norm=True,
-        windows="late",
-        defaults={"num_key_value_heads": 32, "head_dim": 128, **_QWEN_WINDOW},
-    ),
+    _QWEN_3,
+    _QWEN_3_VL,
     Family(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",

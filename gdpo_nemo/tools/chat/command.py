@@ -22,13 +22,15 @@ from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.progress import phase
 
 if TYPE_CHECKING:
+    from gdpo_nemo.data.conversation import Asked
+    from gdpo_nemo.data.images import Image
     from gdpo_nemo.data.records import Trajectory
     from gdpo_nemo.tools.chat.screen import Screen
     from gdpo_nemo.tools.chat.speakers import Reply, RunRow, RunRows, Source, Speaker
 
 HELP = (
     "/row [train|validation] [N]: use row N of the run's data, or the next row, as the prompt; /reset: start a new "
-    "conversation; /quit or Ctrl-D: exit; Ctrl-C: stop the reply"
+    "conversation; /image PATH: add an image to the next question; /quit or Ctrl-D: exit; Ctrl-C: stop the reply"
 )
 SPLITS = ("train", "validation")
 
@@ -212,6 +214,8 @@ class Chat:
         self._screen = screen
         self._seed = seed
         self._asked = 0
+        self._images: list[Image] = []
+        """Images to add to the next question."""
 
     def answer(self, lines: Iterator[str]) -> None:
         """Answer prompts and commands until the input ends.
@@ -237,9 +241,13 @@ class Chat:
             self.ask(text)
             return
         command, *words = text.split()
+        if command == "/image":
+            self._add_image(text.removeprefix(command).strip())
+            return
         if command == "/reset":
             for speaker in self._speakers:
                 speaker.dialogue.reset()
+            self._images = []
         elif command == "/row":
             self.ask(self._rows.row(*_parse_row(words)))
         elif command == "/help":
@@ -247,24 +255,45 @@ class Chat:
         else:
             raise ConfigError(f"{command} is not a command; {HELP}")
 
+    def _add_image(self, path: str) -> None:
+        from gdpo_nemo.observe.sample_images import label
+        from gdpo_nemo.tools.chat.speakers import read_picture
+
+        if not path:
+            raise ConfigError("/image: expected /image PATH")
+        for speaker in self._speakers:
+            speaker.check_reads_images()
+        self._images.append(read_picture(path, self._speakers[0].limits))
+        self._screen.note(f"{label(self._images[-1])} is part of the next question")
+
     def ask(self, asked: str | RunRow) -> None:
         """Show the replies to a text or to a row of the data. For a row, also show the rewards. Raises GdpoError."""
+        from gdpo_nemo.observe.sample_images import label
         from gdpo_nemo.rollouts.batches import sample_seed
         from gdpo_nemo.tools.chat.screen import Answer
+        from gdpo_nemo.tools.chat.speakers import with_pictures
 
         row = None if isinstance(asked, str) else asked
+        shown, images = (asked, self._images) if isinstance(asked, str) else (asked.question, [])
         seed = sample_seed(self._seed, self._asked, 0)
         questions = []
+        prompt: Asked
         for speaker in self._speakers:
-            prompt = asked if isinstance(asked, str) else self._rows.prompt(asked, speaker.tokenizer)
+            if row is None:
+                prompt = with_pictures(shown, images)
+            else:
+                prompt = self._rows.prompt(row, speaker.tokenizer, speaker.images)
+                images = [placed.image for placed in prompt.images]
             questions.append(speaker.question(prompt, seed))
         self._asked += 1
+        if row is None:
+            self._images = []
         for speaker, question in zip(self._speakers, questions):
             if question.forgotten:
                 self._screen.note(
                     f"{speaker.name}: the context is full; removed the oldest exchanges ({question.forgotten})"
                 )
-        self._screen.asked(asked if isinstance(asked, str) else asked.question, row)
+        self._screen.asked(" ".join([*map(label, images), shown]), row)
         with _interruptible() as stop:
             replies = [speaker.ask(question) for speaker, question in zip(self._speakers, questions)]
             self._screen.follow(replies, stop)
@@ -278,7 +307,9 @@ class Chat:
                 self._screen.note(line)
 
     def _verdict(self, reply: Reply) -> Trajectory | None:
-        if isinstance(reply.asked, str) or reply.finish_reason == "stopped":
+        from gdpo_nemo.data.records import Prompt
+
+        if not isinstance(reply.asked, Prompt) or reply.finish_reason == "stopped":
             return None
         parsed = reply.parsed(reply.asked)
         return self._rows.verdict(reply.asked, reply.tokens, reply.text, reply.finish_reason, parsed)

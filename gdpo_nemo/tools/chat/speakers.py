@@ -16,14 +16,16 @@ from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.model_checks import check_model, check_tokenizer, model_source, read_model_config
 from gdpo_nemo.config.schema import ClusterConfig, Config, DatasetConfig, LoraConfig
-from gdpo_nemo.config.sections import PolicyConfig, max_prompt_tokens
+from gdpo_nemo.config.sections import ImagesConfig, PolicyConfig, max_prompt_tokens
 from gdpo_nemo.config.validate import check_ranges
 from gdpo_nemo.data.anchors import TEXT_KEY, prompts_of
-from gdpo_nemo.data.conversation import Conversation, Dialogue
+from gdpo_nemo.data.conversation import Asked, Conversation, Dialogue
+from gdpo_nemo.data.images import Image, largest_file, read_image
+from gdpo_nemo.data.messages import Message, is_image
 from gdpo_nemo.data.records import Outcome, Prompt, TrainerState, Trajectory
 from gdpo_nemo.data.replies import Reply as ParsedReply, reply_parser
 from gdpo_nemo.data.rows import PROMPT_KEYS, Row, load_rows
-from gdpo_nemo.data.tokenizer import Tokenizer, load_tokenizer
+from gdpo_nemo.data.tokenizer import Tokenizer, load_image_reader, load_tokenizer
 from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.execution.pools import EnvironmentPools
 from gdpo_nemo.environments.registry import load_environments
@@ -34,10 +36,11 @@ from gdpo_nemo.rollouts.batches import apply_verdicts
 from gdpo_nemo.training.checkpoints import check_whole
 from gdpo_nemo.training.inputs import model_folder
 from gdpo_nemo.utils.errors import ConfigError, RunError
-from gdpo_nemo.utils.files import real_path
+from gdpo_nemo.utils.files import read_bytes, real_path
 
 if TYPE_CHECKING:
     from gdpo_nemo.cluster.fleet import EngineFleet
+    from gdpo_nemo.data.image_reader import ImageReader
 
 
 _CONTEXT = 2048
@@ -60,6 +63,8 @@ class Source:
     tokenizer: Tokenizer
     of_a_run: bool
     """True if the config belongs to a run, so that the data and rewards are known."""
+    images: ImageReader | None
+    """Reader of images (None if the model has no vision tower)."""
 
     @property
     def chat(self) -> bool:
@@ -87,14 +92,16 @@ def read_source(source: Path, config_file: str | None, step: int | None, overrid
         check_whole(subject.checkpoint)
     base = model_folder(config, model.source)
     name = str(subject.checkpoint or subject.model)
+    tokenizer = load_tokenizer(config.policy, base, config.run.date)
     return Source(
         name=name,
         config=config,
         model=subject.model,
         checkpoint=subject.checkpoint,
         base=base,
-        tokenizer=load_tokenizer(config.policy, base, config.run.date),
+        tokenizer=tokenizer,
         of_a_run=not outside,
+        images=load_image_reader(config.data.images, base, tokenizer),
     )
 
 
@@ -129,6 +136,24 @@ def _default_config(folder: Path) -> dict[str, Any]:
 def _dtypes(content: Mapping[str, Any]) -> tuple[Any, ...]:
     # transformers writes dtype from version 5 on, and torch_dtype before.
     return content.get("dtype"), content.get("torch_dtype")
+
+
+def read_picture(path: str, limits: ImagesConfig) -> Image:
+    """Read an image of the user. Raises ConfigError."""
+    try:
+        return read_image(read_bytes(os.path.expanduser(path), largest_file(limits)), limits)
+    except OSError as error:
+        raise ConfigError(f"/image: {path} cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise ConfigError(f"/image: {path} {error}") from None
+
+
+def with_pictures(text: str, images: Sequence[Image]) -> str | Message:
+    """Return a user's message with images before its text, or only the text without images."""
+    if not images:
+        return text
+    parts = [{"type": "image", "image": image} for image in images]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
 def on_this_machine(sources: Sequence[Source]) -> None:
@@ -184,7 +209,7 @@ def sampling_of(policy: PolicyConfig, temperature: float | None, max_new_tokens:
 class Question:
     """Prompt, with the engine request that includes the preceding conversation."""
 
-    asked: str | Prompt
+    asked: Asked
     request: SampleRequest
     forgotten: int
     """Number of exchanges that were removed because the context is full."""
@@ -209,8 +234,10 @@ class Speaker:
         self.name = source.name
         self.tokenizer = source.tokenizer
         self.replies = reply_parser(config, source.tokenizer)
+        self.images = source.images
         template_kwargs = config.data.train.chat_template_kwargs
-        self.conversation = Conversation(source.tokenizer, source.chat, template_kwargs, self.replies)
+        self.conversation = Conversation(source.tokenizer, source.chat, template_kwargs, self.replies, source.images)
+        self.limits = config.data.images
         context = config.policy.max_total_sequence_length
         self.dialogue = Dialogue(self.conversation, system, context, sampling.max_new_tokens)
         self._sampling = sampling
@@ -224,13 +251,25 @@ class Speaker:
         """Wait until the engine can sample. Raises RunError."""
         self.fleet.ready()
 
-    def question(self, asked: str | Prompt, seed: int) -> Question:
+    def question(self, asked: Asked, seed: int) -> Question:
         """Create the request for a prompt. Raises ConfigError if the model does not support the prompt."""
         try:
-            prompt, forgotten = self.dialogue.prompt(asked)
+            prompt, images, forgotten = self.dialogue.prompt(asked)
         except RunError as error:
             raise ConfigError(f"{self.name}: {error}") from None
-        return Question(asked, SampleRequest(prompt, seed), forgotten)
+        if len(images) > (most := self.limits.max_per_prompt):
+            raise ConfigError(
+                f"{self.name}: the conversation has {len(images)} images, but the maximum is {most} "
+                "(data.images.max_per_prompt); start a new conversation with /reset"
+            )
+        return Question(asked, SampleRequest(prompt, seed, images=images), forgotten)
+
+    def check_reads_images(self) -> None:
+        """Raise ConfigError if the model has no vision tower or no chat template."""
+        if self.images is None:
+            raise ConfigError(f"/image: {self.name} has no vision tower that reads images")
+        if not self.conversation.chat:
+            raise ConfigError(f"/image: {self.name} has no chat template, which images require")
 
     def ask(self, question: Question) -> Reply:
         """Start to generate the reply to a question."""
@@ -359,8 +398,8 @@ class RunRows:
         self._last[split] = number
         return RunRow(split, number, rows[number], _question(rows[number], dataset))
 
-    def prompt(self, row: RunRow, tokenizer: Tokenizer) -> Prompt:
-        """Return the prompt that the run would create from the row, with tokens of ``tokenizer``.
+    def prompt(self, row: RunRow, tokenizer: Tokenizer, images: ImageReader | None = None) -> Prompt:
+        """Return the prompt that the run would create from the row, with tokens of ``tokenizer`` and ``images``.
 
         For ``strided`` data, the result is the first prompt of the text. Raises ConfigError.
         """
@@ -373,6 +412,7 @@ class RunRows:
             seed=config.run.seed,
             max_prompt_tokens=max_prompt_tokens(config.policy),
             rows=[row.content],
+            images=images,
         )
         return source.head()[0]
 
@@ -444,4 +484,6 @@ def _question(row: Row, dataset: DatasetConfig) -> str:
     value = row.get(key)
     if isinstance(value, list) and value and isinstance(value[-1], Mapping):
         value = value[-1].get("content")
+    if isinstance(value, list):
+        value = " ".join(str(part.get("text", "")) for part in value if not is_image(part))
     return str(value) if dataset.prompt_template is None else dataset.prompt_template.replace("{prompt}", str(value))
