@@ -90,7 +90,7 @@ def _text(message: Message) -> str:
         return ""
     if isinstance(content, (list, tuple)) and all(_is_text(part) for part in content):
         return "".join(part["text"] for part in content)
-    if role == "tool":
+    if role == "tool" and not any(map(is_image, content_parts(message))):
         return json.dumps(without_nulls(content), ensure_ascii=False)
     raise ValueError("has no text" if content is None else "has content other than text")
 
