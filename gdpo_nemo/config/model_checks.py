@@ -14,7 +14,7 @@ from gdpo_nemo.config.layout import Layout, Resolved, check_router_replay, check
 from gdpo_nemo.config.schema import Config, MegatronConfig
 from gdpo_nemo.config.sections import LoraConfig, PolicyConfig
 from gdpo_nemo.models.architectures import CPU_HEAD_SIZES
-from gdpo_nemo.models.description import ModelDescription
+from gdpo_nemo.models.description import ModelDescription, with_text_fields
 from gdpo_nemo.models.family_checks import check_adapted_layers
 from gdpo_nemo.models.peft import PeftAdapter, check_fit, read_peft_adapter, read_shapes
 from gdpo_nemo.models.sources import (
@@ -32,6 +32,7 @@ from gdpo_nemo.models.weight_files import (
     has_weight_files,
     prediction_weights,
     tensor_shapes,
+    tower_weights,
 )
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.files import read_json_object
@@ -69,6 +70,8 @@ def check_files(config: Config, layout: Layout, weights: bool = True) -> ModelFa
     model = check_model(config.policy, layout, weights)
     if not config.cluster.gpus_per_node:
         check_engines(model)
+    if spec_of(config).head == "score" and model.description and model.description.tower:
+        raise ConfigError("policy.model_name: reward models with images are not supported; use a text model")
     if spec_of(config).samples and model.description is not None:
         _check_sampling(model.description, config)
     if weights:
@@ -116,8 +119,8 @@ def local_model_config(policy: PolicyConfig) -> dict[str, Any] | None:
 
 
 def read_model_config(path: Path) -> dict[str, Any]:
-    """Read a model's ``config.json``. Raises ConfigError."""
-    return read_json_object(path, "policy.model_name")
+    """Read a model's ``config.json``, with the text model's fields at the top level. Raises ConfigError."""
+    return with_text_fields(read_json_object(path, "policy.model_name"))
 
 
 def model_source(policy: PolicyConfig) -> Source | None:
@@ -241,7 +244,7 @@ def _check_adapter(source: Source, policy: PolicyConfig) -> None:
     if policy.lora.rank:
         check_continued(adapter, policy.lora, base, key)
     elif base is not None:
-        check_fit(read_shapes(adapter, key), base, key)
+        check_fit(read_shapes(adapter, key, base), base, key)
 
 
 def check_continued(adapter: PeftAdapter, lora: LoraConfig, base: Path | None, key: str) -> None:
@@ -254,7 +257,7 @@ def check_continued(adapter: PeftAdapter, lora: LoraConfig, base: Path | None, k
     Raises:
         ConfigError: if rank, alpha, modules or sharing differ, or the adapter does not fit ``base``.
     """
-    shapes = read_shapes(adapter, key)
+    shapes = read_shapes(adapter, key, base)
     folder = adapter.folder
     ranks = sorted({rank for rank, _, _ in shapes.values()})
     if ranks != [lora.rank]:
@@ -272,7 +275,8 @@ def check_continued(adapter: PeftAdapter, lora: LoraConfig, base: Path | None, k
         return
     check_fit(shapes, base, key)
     weights = tensor_shapes(base, key)
-    trained = weights.keys() - set(prediction_weights(weights, read_json_object(base / "config.json", key)))
+    content = read_json_object(base / "config.json", key)
+    trained = weights.keys() - {*prediction_weights(weights, content), *tower_weights(weights, content)}
     modules = (name.removesuffix(".weight") for name in trained if name.endswith(".weight"))
     missing = sorted(module for module in modules if module.rpartition(".")[2] in names and module not in shapes)
     if missing:
