@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from gdpo_nemo.config.layout import Layout, Resolved, check_router_replay, check
 from gdpo_nemo.config.schema import Config, MegatronConfig
 from gdpo_nemo.config.sections import LoraConfig, PolicyConfig
 from gdpo_nemo.models.architectures import CPU_HEAD_SIZES
-from gdpo_nemo.models.description import ModelDescription
+from gdpo_nemo.models.description import ModelDescription, with_text_fields
 from gdpo_nemo.models.family_checks import check_adapted_layers
 from gdpo_nemo.models.peft import PeftAdapter, check_fit, read_peft_adapter, read_shapes
 from gdpo_nemo.models.sources import (
@@ -31,6 +32,7 @@ from gdpo_nemo.models.weight_files import (
     has_weight_files,
     prediction_weights,
     tensor_shapes,
+    tower_weights,
 )
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.files import read_json_object
@@ -68,14 +70,30 @@ def check_files(config: Config, layout: Layout, weights: bool = True) -> ModelFa
     model = check_model(config.policy, layout, weights)
     if not config.cluster.gpus_per_node:
         check_engines(model)
+    if spec_of(config).head == "score" and model.description and model.description.tower:
+        raise ConfigError("policy.model_name: reward models with images are not supported; use a text model")
     if spec_of(config).samples and model.description is not None:
         _check_sampling(model.description, config)
     if weights:
         check_tokenizer(config.policy, model)
+    _check_images(config, model.description)
     check_data_file("data.train", config.data.train)
     if config.data.validation:
         check_data_file("data.validation", config.data.validation)
     return model
+
+
+def _check_images(config: Config, model: ModelDescription | None) -> None:
+    """Check the section ``data.images``. Raises ConfigError."""
+    images = config.data.images
+    if images.folder is not None and not Path(os.path.expanduser(images.folder)).is_dir():
+        raise ConfigError(f"data.images.folder: {images.folder} is not a folder")
+    changed = [f.name for f in fields(images) if getattr(images, f.name) != f.default]
+    if changed and model is not None and model.tower is None:
+        name = config.policy.model_name
+        raise ConfigError(
+            f"data.images.{changed[0]}: has no effect because the model in {name} has no vision tower; remove it"
+        )
 
 
 def check_creatable_folder(key: str, folder: str | Path) -> None:
@@ -101,8 +119,8 @@ def local_model_config(policy: PolicyConfig) -> dict[str, Any] | None:
 
 
 def read_model_config(path: Path) -> dict[str, Any]:
-    """Read a model's ``config.json``. Raises ConfigError."""
-    return read_json_object(path, "policy.model_name")
+    """Read a model's ``config.json``, with the text model's fields at the top level. Raises ConfigError."""
+    return with_text_fields(read_json_object(path, "policy.model_name"))
 
 
 def model_source(policy: PolicyConfig) -> Source | None:
@@ -226,7 +244,7 @@ def _check_adapter(source: Source, policy: PolicyConfig) -> None:
     if policy.lora.rank:
         check_continued(adapter, policy.lora, base, key)
     elif base is not None:
-        check_fit(read_shapes(adapter, key), base, key)
+        check_fit(read_shapes(adapter, key, base), base, key)
 
 
 def check_continued(adapter: PeftAdapter, lora: LoraConfig, base: Path | None, key: str) -> None:
@@ -239,7 +257,7 @@ def check_continued(adapter: PeftAdapter, lora: LoraConfig, base: Path | None, k
     Raises:
         ConfigError: if rank, alpha, modules or sharing differ, or the adapter does not fit ``base``.
     """
-    shapes = read_shapes(adapter, key)
+    shapes = read_shapes(adapter, key, base)
     folder = adapter.folder
     ranks = sorted({rank for rank, _, _ in shapes.values()})
     if ranks != [lora.rank]:
@@ -257,7 +275,8 @@ def check_continued(adapter: PeftAdapter, lora: LoraConfig, base: Path | None, k
         return
     check_fit(shapes, base, key)
     weights = tensor_shapes(base, key)
-    trained = weights.keys() - set(prediction_weights(weights, read_json_object(base / "config.json", key)))
+    content = read_json_object(base / "config.json", key)
+    trained = weights.keys() - {*prediction_weights(weights, content), *tower_weights(weights, content)}
     modules = (name.removesuffix(".weight") for name in trained if name.endswith(".weight"))
     missing = sorted(module for module in modules if module.rpartition(".")[2] in names and module not in shapes)
     if missing:

@@ -14,6 +14,7 @@ import numpy as np
 from gdpo_nemo.algorithms.rubrics import Criterion, with_scores
 from gdpo_nemo.data.images import Images
 from gdpo_nemo.data.replies import Reply
+from gdpo_nemo.data.state_keys import state_keys
 
 
 class Outcome(StrEnum):
@@ -40,18 +41,25 @@ class Prompt:
     token_ids: np.ndarray
     """int32 [prompt tokens]"""
     text: str
-    """Rendered prompt, for logs and reward functions."""
+    """Rendered prompt with one placeholder per image, for logs and reward functions."""
     environment: str
     """Name of the environment that verifies the completions (empty if nothing is sampled)."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """Other columns of the row, which are passed to reward functions."""
-    messages: Sequence[Mapping[str, str]] | None = None
-    """Chat messages of the prompt (None if the prompt is not a conversation)."""
+    """Other columns of the row, which are passed to reward functions. Images are ``Image`` objects."""
+    messages: Sequence[Mapping[str, Any]] | None = None
+    """Chat messages of the prompt (None if the prompt is not a conversation). The content of a message is text. If it
+    contains images, it is a list of the parts ``{"type": "image"}``, in the order of ``images``, and
+    ``{"type": "text", "text": ...}``."""
     images: Images = ()
     """Images of the prompt. ``token_ids`` contains all placeholders of each image."""
     answer_ids: np.ndarray | None = None
     """int32 [answer tokens]: continuation of the prompt in the source text. None unless ``data.<split>.strided`` is
     set."""
+
+    @property
+    def key(self) -> bytes:
+        """Key that is equal for prompts with the same tokens and images."""
+        return state_keys(self.token_ids, None, self.images).tobytes()
 
 
 @dataclass(frozen=True)

@@ -491,20 +491,20 @@ class Policy:
             for wrapped in overlapped:
                 wrapped.enable_forward_pre_hook()
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, tower: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Hugging Face name, unsharded tensor) of all weights on every rank, with adapters merged.
 
         See ``conversion.export_hf``.
         """
         with self.params_synced():
-            tensors = export_hf(self.chunks, self.built.hf_config)
+            tensors = export_hf(self.chunks, self.built.hf_config, tower)
             if self.adapters:
                 tensors = merged(tensors, gather_adapters(self.chunks), self.adapters.scale)
             yield from tensors
 
     def update(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors that training changes: all weights, or only the adapters under LoRA."""
-        return iter(self.weights() if self.adapters is None else named(self.adapter()))
+        """Yield the tensors that training changes: the weights, without a frozen tower, or under LoRA the adapters."""
+        return iter(self.weights(self.config.vision.train) if self.adapters is None else named(self.adapter()))
 
     def start_adapters(self, pairs: Pairs) -> None:
         """Initialise LoRA matrices and the optimizer's main weights from the unsharded ``pairs`` of all modules."""

@@ -10,7 +10,7 @@ from gdpo_nemo.models.architectures import linear_layers
 from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.tools.interop.nemo_rl import gym
 from gdpo_nemo.tools.interop.nemo_rl.algorithms import actor_critic, from_rows, from_teacher
-from gdpo_nemo.tools.interop.nemo_rl.datasets import ENVIRONMENTS, components, env_name
+from gdpo_nemo.tools.interop.nemo_rl.datasets import ENVIRONMENTS, components, env_name, has_images, image_rewards
 from gdpo_nemo.tools.interop.nemo_rl.keys import adapted
 from gdpo_nemo.tools.interop.nemo_rl.penalties import penalties
 from gdpo_nemo.tools.interop.nemo_rl.recipe import ALGORITHMS, Recipe
@@ -32,6 +32,16 @@ def learning(recipe: Recipe, findings: Findings) -> None:
         part(recipe, findings)
     _schedule(recipe, findings)
     _lora(recipe, findings)
+    if has_images(recipe):
+        _images(recipe, findings)
+
+
+def _images(recipe: Recipe, findings: Findings) -> None:
+    if recipe.model.images and not recipe.lora and not recipe.freezes_tower:
+        findings.set("policy.vision.train", True, "NeMo-RL trains the vision tower unless freeze_config freezes it")
+    if not recipe.rows:
+        what = "prompts of a group have equal images; NeMo-RL compares only tokens, which contain the size of an image"
+        findings.differs("groups", what)
 
 
 def _estimator(recipe: Recipe, findings: Findings) -> None:
@@ -112,7 +122,8 @@ def _rewards(recipe: Recipe, findings: Findings) -> None:
         _no_environment(recipe, findings)
         return
     plugin, options, names = found
-    weights = recipe.get("grpo.adv_estimator.reward_weights") or [1.0] * len(names)
+    of_images = [weight for _, weight in image_rewards(recipe).values()]
+    weights = of_images or recipe.get("grpo.adv_estimator.reward_weights") or [1.0] * len(names)
     if len(weights) != len(names):
         findings.blocks(
             "grpo.adv_estimator.reward_weights", f"{len(weights)} weights for the components {', '.join(names)}"
@@ -379,6 +390,9 @@ def _torch_warmup(recipe: Recipe, findings: Findings) -> tuple[int, float]:
 
 def _every_linear_layer(recipe: Recipe, findings: Findings, key: str) -> None:
     tied = recipe.model.tied
+    if recipe.model.images:
+        findings.differs(key, "the vision tower gets no adapters; in NeMo-RL its linear layers get adapters")
+        return
     if tied is not False:
         why = "shares the embedding's weights" if tied else "may share the embedding's weights"
         findings.differs(key, f"the output layer {why} and gets no adapter; in NeMo-RL it gets an adapter")
