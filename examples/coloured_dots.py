@@ -31,8 +31,8 @@ WORDS = {
 _QUARTER = 32
 """Width and height of a quarter of the image in pixels, which is one image token of the demo's model."""
 _RADIUS = 6
-_GREY = (128, 128, 128)
-"""Background. After the image processor's normalization it is close to 0, which a small tower learns from fastest."""
+_GREY = (192, 192, 192)
+"""Background. A short warm-up learns the places slowly on a white background, and the counts slowly on a dark one."""
 _RGB = ((220, 40, 40), (40, 160, 60), (50, 80, 220), (230, 200, 40))
 
 
