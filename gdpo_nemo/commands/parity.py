@@ -22,7 +22,7 @@ from gdpo_nemo.commands.arguments import (
     with_engine,
 )
 from gdpo_nemo.config.layout import resolve_layout
-from gdpo_nemo.config.model_checks import check_engines, read_model
+from gdpo_nemo.config.model_checks import check_engines, read_model, read_model_config
 from gdpo_nemo.config.placement import Places
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.contexts import to_score
@@ -276,9 +276,7 @@ def _score(fleet: EngineFleet, sequences: list[TrainSequence]) -> list[np.ndarra
 
 
 def _vocabulary(model: str | Path) -> int:
-    import json
-
-    return int(json.loads((Path(model) / "config.json").read_text())["vocab_size"])
+    return int(read_model_config(Path(model) / "config.json")["vocab_size"])
 
 
 def _random_sequences(vocabulary: int, longest: int, count: int = 12) -> list[TrainSequence]:

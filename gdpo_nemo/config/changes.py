@@ -21,6 +21,7 @@ _FIXED = {
     "policy.lora.share_a": "the checkpoint contains either one matrix A or several matrices A for fused layers",
     "policy.megatron_cfg.optimizer.type": "the checkpoint contains the state of that optimizer",
     "policy.megatron_cfg.freeze_moe_router": "the checkpoint's optimizer state covers only parameters trained so far",
+    "policy.vision.train": "the checkpoint's optimizer state covers only parameters trained so far",
 }
 """Keys that must not change when a run is resumed, with the reason. Model and data are not listed, because their
 contents are compared instead."""

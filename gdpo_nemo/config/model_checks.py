@@ -9,11 +9,11 @@ from typing import Any
 
 from gdpo_nemo.config.algorithm_choice import spec_of
 from gdpo_nemo.config.data_files import check_data_file, is_broken_link, may_be_on_the_hub
-from gdpo_nemo.config.layout import Layout, Resolved, check_router_replay, check_stages, resolve_layout
+from gdpo_nemo.config.layout import Layout, Resolved, check_router_replay, check_stages, resolve_layout, stage_layers
 from gdpo_nemo.config.schema import Config, MegatronConfig
 from gdpo_nemo.config.sections import LoraConfig, PolicyConfig
 from gdpo_nemo.models.architectures import CPU_HEAD_SIZES
-from gdpo_nemo.models.description import ModelDescription
+from gdpo_nemo.models.description import ModelDescription, with_text_fields
 from gdpo_nemo.models.family_checks import check_adapted_layers
 from gdpo_nemo.models.peft import PeftAdapter, check_fit, read_peft_adapter, read_shapes
 from gdpo_nemo.models.sources import (
@@ -31,6 +31,7 @@ from gdpo_nemo.models.weight_files import (
     has_weight_files,
     prediction_weights,
     tensor_shapes,
+    tower_weights,
 )
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.files import read_json_object
@@ -68,6 +69,8 @@ def check_files(config: Config, layout: Layout, weights: bool = True) -> ModelFa
     model = check_model(config.policy, layout, weights)
     if not config.cluster.gpus_per_node:
         check_engines(model)
+    if spec_of(config).head == "score" and model.description and model.description.tower:
+        raise ConfigError("policy.model_name: reward models with images are not supported; use a text model")
     if spec_of(config).samples and model.description is not None:
         _check_sampling(model.description, config)
     if weights:
@@ -101,8 +104,8 @@ def local_model_config(policy: PolicyConfig) -> dict[str, Any] | None:
 
 
 def read_model_config(path: Path) -> dict[str, Any]:
-    """Read a model's ``config.json``. Raises ConfigError."""
-    return read_json_object(path, "policy.model_name")
+    """Read a model's ``config.json``, with the text model's fields at the top level. Raises ConfigError."""
+    return with_text_fields(read_json_object(path, "policy.model_name"))
 
 
 def model_source(policy: PolicyConfig) -> Source | None:
@@ -257,7 +260,8 @@ def check_continued(adapter: PeftAdapter, lora: LoraConfig, base: Path | None, k
         return
     check_fit(shapes, base, key)
     weights = tensor_shapes(base, key)
-    trained = weights.keys() - set(prediction_weights(weights, read_json_object(base / "config.json", key)))
+    content = read_json_object(base / "config.json", key)
+    trained = weights.keys() - {*prediction_weights(weights, content), *tower_weights(weights, content)}
     modules = (name.removesuffix(".weight") for name in trained if name.endswith(".weight"))
     missing = sorted(module for module in modules if module.rpartition(".")[2] in names and module not in shapes)
     if missing:
@@ -346,6 +350,7 @@ def _check_shape(model: ModelDescription, policy: PolicyConfig, layout: Layout) 
         kind = "Mamba-2" if mamba else "gated delta net"
         raise ConfigError(f"{megatron}.fp8: not supported for models with {kind} layers")
     check_stages(model.layers, policy.megatron_cfg)
+    _check_tower(model, policy)
     _check_divides("policy.generation.vllm_cfg.tensor_parallel_size", layout.engine_tensor, [(heads, "heads")])
     if layout.expert > 1 and not experts:
         raise ConfigError(f"{megatron}.expert_model_parallel_size: the model in {policy.model_name} has no experts")
@@ -374,6 +379,24 @@ def _check_shape(model: ModelDescription, policy: PolicyConfig, layout: Layout) 
     longest = model.fields.get("max_position_embeddings")
     if longest is not None and longest < length:
         raise ConfigError(f"policy.max_total_sequence_length: {length} exceeds the {longest} positions of the model")
+
+
+def _check_tower(model: ModelDescription, policy: PolicyConfig) -> None:
+    """Check that the first pipeline stage has all layers to which features of images are added. Raises ConfigError."""
+    if model.tower is None:
+        if policy.vision.train:
+            raise ConfigError(f"policy.vision.train: the model in {policy.model_name} has no vision tower; remove it")
+        return
+    megatron, levels = policy.megatron_cfg, len(model.tower.deepstack)
+    stages = megatron.pipeline_model_parallel_size * (megatron.virtual_pipeline_model_parallel_size or 1)
+    counts = (megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage)
+    first = stage_layers(model.layers, stages, *(counts if stages > 1 else (None, None)))[0]
+    if len(first) < levels:
+        raise ConfigError(
+            f"policy.megatron_cfg.pipeline_model_parallel_size: the first of {stages} (virtual) stages has "
+            f"{len(first)} layers, but the model adds features of images to its first {levels}; use fewer stages, or "
+            f"set num_layers_in_first_pipeline_stage to at least {levels}"
+        )
 
 
 def _check_attention(model: ModelDescription, megatron: MegatronConfig) -> None:

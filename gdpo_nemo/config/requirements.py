@@ -224,6 +224,17 @@ REQUIREMENTS = (
         lambda c: spec_of(c).head != "score",
         "{c.algorithm.type} trains the whole model, because its head cannot be part of an adapter; use 0",
     ),
+    # Images
+    Requires(
+        "policy.vision.train",
+        lambda c: not c.policy.lora.rank,
+        "conflicts with policy.lora, which trains only adapters of the language model; use false",
+    ),
+    Requires(
+        "policy.vision.train",
+        lambda c: not uses_muon(c),
+        f"conflicts with {_OPTIMIZER}.type muon, which does not support convolutions; use adamw",
+    ),
     # Learning rate and validation
     Requires(
         f"{_SCHEDULER}.lr_decay_steps",

@@ -20,7 +20,7 @@ from gdpo_nemo.config.schema import VllmConfig
 from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
 from gdpo_nemo.generation.routing import RoutingRecorder, RoutingShape
 from gdpo_nemo.models.family_checks import describe
-from gdpo_nemo.models.hf_folder import weight_names
+from gdpo_nemo.models.hf_folder import tower_names, weight_names
 from gdpo_nemo.utils.progress import hidden, import_transformers, importing
 from gdpo_nemo.weights.adapters import modules_of, peft_name
 from gdpo_nemo.weights.manifest import Manifest
@@ -41,8 +41,6 @@ _CPU_BLOCK = 32
 The samples of a group share only complete KV cache blocks of their prompt. With vLLM's default of 128, samples would
 not share a prompt of 49 tokens. vLLM's CPU attention requires at least 32.
 """
-_TOWERS = ("visual.", "model.visual.")
-"""Prefixes of the tensors of vision towers."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +131,9 @@ class VllmCore:
         self._internal_names: dict[str, str] = {}
         """vLLM's internal name of each request, if a recorder needs them."""
         self._weights = weight_names(options.model)
+        self._tower = frozenset(tower_names(options.model))
+        self._is_empty = False
+        """True after ``sleep``, until an update has provided the weights."""
         self._targets = tuple(options.targets)
         self.version = -1
         self._engine.set_weight_version("-1")
@@ -275,7 +276,7 @@ class VllmCore:
         """Release weights, KV cache and cached prefixes (vLLM's sleep level 2). Afterwards, an update must provide the
         weights."""
         self._llm.sleep(level=2)
-        self.asleep = True
+        self.asleep = self._is_empty = True
 
     def wake(self, tag: str) -> None:
         """Reallocate memory after ``sleep``: first for ``weights``, which an update must provide, and later for
@@ -283,12 +284,13 @@ class VllmCore:
         self.asleep = not self._llm.wake_up(tags=[tag])
 
     def expect(self, manifest: Manifest) -> None:
-        """Raise RunError if the tensors of a weight update are not exactly the tensors of this model."""
-        names: list[str] = self._weights
-        if manifest.adapters is not None:
-            modules = modules_of(self._weights, self._targets)
-            names = [peft_name(module, letter) for module, letter in product(modules, "AB")]
-        manifest.check_names(names)
+        """Raise RunError if the tensors of a weight update are not exactly the tensors of this model. The tensors of a
+        vision tower may be missing."""
+        if manifest.adapters is None:
+            manifest.check_names(self._weights, frozen=self._tower)
+            return
+        modules = modules_of((name for name in self._weights if name not in self._tower), self._targets)
+        manifest.check_names(peft_name(module, letter) for module, letter in product(modules, "AB"))
 
     def update(self, manifest: Manifest, receiver: Receiver, data: Sequence[Any], keep: bool) -> None:
         """Replace all weights. Call this method between ``hold`` and ``release``.
@@ -313,14 +315,14 @@ class VllmCore:
         self._updates += 1
         if not keep:
             self._engine.reset_prefix_cache(reset_running_requests=True)
-        if any(entry.name.startswith(_TOWERS) for entry in manifest.entries):
+        if any(entry.name in self._tower for entry in manifest.entries):
             # vLLM keeps the tower's outputs by image, also those of finished requests.
             self._engine.reset_encoder_cache()
-        self.torn = False
+        self.torn = self._is_empty = False
         self.version = manifest.version
 
     def _load_weights(self, manifest: Manifest, receiver: Receiver) -> None:
-        update = (manifest, receiver)
+        update = (manifest, receiver, self._is_empty)
         self._llm.start_weight_update()
         self._llm.update_weights({"update_info": {"update": update if self._in_process else pickle.dumps(update)}})
         self._llm.finish_weight_update(str(manifest.version))

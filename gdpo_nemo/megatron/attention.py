@@ -119,6 +119,11 @@ class LayerAttention:
     """True if each head has a trainable sink: a score of a key without a value in every softmax."""
     pairs: bool = False
     """True if the rotary embedding rotates pairs of neighbouring elements instead of elements of the two halves."""
+    axes: tuple[int, ...] | None = None
+    """Axis of ``Packing.rope_positions`` by which each frequency rotates (``ModelDescription.rotary_axes``).
+
+    None for text models, whose positions are the indices of tokens.
+    """
     query_scale: tuple[float, int] | None = None
     """beta and n: the query at position p is multiplied by 1 + beta ln(1 + floor(p / n)). None: no such factor."""
     index: tuple[int, int] | None = None
@@ -252,6 +257,7 @@ class PackedAttention(MegatronModule):
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.layer = layers[layer_number - 1]
         self.rotary = self.layer.rotary
+        self.axes = None if self.layer.axes is None else torch.tensor(self.layer.axes)
         self.window = next((layer.window for layer in layers if layer.window is not None), None)
         self._rotated = rotated_pairs if self.layer.pairs else rotated
         if self.layer.sinks:
@@ -306,7 +312,12 @@ class PackedAttention(MegatronModule):
             if frequencies.device != x.device:  # copy only once, because each copy waits for the device
                 frequencies = frequencies.to(x.device)
                 self.rotary = frequencies, scaling
-            angles = packing.positions.float()[:, None] * frequencies[None, :]
+                self.axes = None if self.axes is None else self.axes.to(x.device)
+            # The causal mask always compares indices of tokens, and only the rotation has positions on several axes.
+            positions = packing.positions[:, None]
+            if self.axes is not None:
+                positions = packing.rope_positions.index_select(1, self.axes)
+            angles = positions.float() * frequencies[None, :]
             angles = angles.repeat_interleave(2, -1) if self.layer.pairs else torch.cat((angles, angles), -1)
             angles = angles[:, None, :]
             # Compute angles in float32: bfloat16 cannot distinguish positions above 256.

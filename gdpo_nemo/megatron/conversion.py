@@ -263,24 +263,29 @@ def _shape_error(sources: tuple[str, ...], tensor: torch.Tensor, expected: tuple
 
 
 @torch.no_grad()
-def export_hf(chunks: list[torch.nn.Module], config: PretrainedConfig) -> Iterator[tuple[str, torch.Tensor]]:
+def export_hf(
+    chunks: list[torch.nn.Module], config: PretrainedConfig, tower: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, full tensor) of every Hugging Face weight on every rank. This call is collective.
 
     All ranks get the tensors in the same order and must exhaust the iterator. A tensor may alias a live parameter, so
     copy the tensor if you need it later.
+
+    Args:
+        tower: False to leave out the weights of a vision tower.
     """
     model = description_of(config)
     stages = parallel_state.get_pipeline_model_parallel_group()
     if stages.size() == 1:
-        yield from _export_stage(chunks, model)
+        yield from _export_stage(chunks, model, tower)
         return
-    entries = weight_metadata(_export_stage(chunks, model, shapes_only=True), 0).entries
+    entries = weight_metadata(_export_stage(chunks, model, tower, shapes_only=True), 0).entries
     by_stage: list[tuple[Entry, ...]] = [()] * stages.size()
     dist.all_gather_object(by_stage, entries, group=stages)
     device = next(chunks[0].parameters()).device
     seen: set[str] = set()
     for stage, entries in enumerate(by_stage):
-        exported = _export_stage(chunks, model) if stages.rank() == stage else None
+        exported = _export_stage(chunks, model, tower) if stages.rank() == stage else None
         for bucket in divide(Manifest(0, entries), _BATCH_BYTES):
             buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
             if exported is not None:
@@ -297,24 +302,25 @@ _BATCH_BYTES = 256 << 20
 
 
 def _export_stage(
-    chunks: list[torch.nn.Module], model: ModelDescription, shapes_only: bool = False
+    chunks: list[torch.nn.Module], model: ModelDescription, tower: bool, shapes_only: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, full tensor) of the Hugging Face weights of this pipeline stage.
 
     Args:
+        tower: see ``export_hf``.
         shapes_only: True to yield tensors without memory, on the device ``meta``, without communication.
     """
-    return _stack_experts(_export_parts(chunks, model, shapes_only), model.experts)
+    return _stack_experts(_export_parts(chunks, model, tower, shapes_only), model.experts)
 
 
 def _export_parts(
-    chunks: list[torch.nn.Module], model: ModelDescription, shapes_only: bool
+    chunks: list[torch.nn.Module], model: ModelDescription, tower: bool, shapes_only: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield like ``_export_stage``, but yield stacked experts as one slice per expert."""
 
     def weights() -> Iterator[tuple[torch.Tensor, Weight]]:
         for parameter, weight in local_weights(chunks, model):
-            if not weight.tied:
+            if not weight.tied and (tower or not weight.tower):
                 yield parameter.detach().to("meta") if shapes_only else parameter.detach(), weight
 
     for batch in _batches(weights()):

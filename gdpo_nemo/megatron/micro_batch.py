@@ -15,6 +15,7 @@ from gdpo_nemo.data.packing import PackedRows, TrainSequence
 from gdpo_nemo.megatron.attention import PackedAttention
 from gdpo_nemo.megatron.flex_attention import block_mask
 from gdpo_nemo.megatron.packing import Packing, packing_arrays, packing_of
+from gdpo_nemo.megatron.vision import Vision
 
 _INPUTS = {"sampler_logprobs": TokenInput(np.float32), **TOKEN_INPUTS}
 """Per-token inputs of the loss."""
@@ -81,6 +82,7 @@ def make_micro_batch(
     with_fields: bool,
     rectangles: bool = False,
     sequence_ids: bool = False,
+    vision: Vision | None = None,
 ) -> MicroBatch:
     """Create a packed micro-batch on the device.
 
@@ -92,6 +94,7 @@ def make_micro_batch(
         with_fields: True if a loss is computed.
         rectangles: True if recurrent layers need the arrays of ``PackedAttention``.
         sequence_ids: True if recurrent layers use kernels, which need the sequence of each token.
+        vision: images of the model, for the chunk with the vision tower.
     """
     arrays = {"tokens": rows.tokens, "rows": rows.rows, "targets": rows.targets}
     if attention is None or rectangles:
@@ -100,6 +103,10 @@ def make_micro_batch(
         arrays |= attention.arrays(rows.padded_lengths, *context, shared=rows.shared)
     if rows.routing is not None:
         arrays["routing"] = rows.routing
+    if rows.rope_positions is not None:
+        arrays["rope_positions"] = rows.rope_positions
+    if vision is not None:
+        arrays |= vision.arrays(rows.images)
     if sequence_ids:
         arrays["seq_idx"] = np.repeat(np.arange(len(rows.padded_lengths), dtype=np.int32), rows.padded_lengths)[None]
     if with_fields:
@@ -112,6 +119,8 @@ def make_micro_batch(
     packing.block_mask = block_mask(tensors)
     packing.window_block_mask = block_mask(tensors, windowed=True)
     packing.routing = tensors.get("routing")
+    packing.rope_positions = tensors.get("rope_positions")
+    packing.images = vision and vision.inputs(rows.images, tensors)
     packing.seq_idx = tensors.get("seq_idx")
     inputs: dict[str, Any] = {
         name.removeprefix(_FIELD): tensor for name, tensor in tensors.items() if name.startswith(_FIELD)

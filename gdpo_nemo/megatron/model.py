@@ -31,6 +31,7 @@ from gdpo_nemo.megatron.lora import attach
 from gdpo_nemo.megatron.model_config import description_of, embedding_scale, layer_attentions, transformer_fields
 from gdpo_nemo.megatron.optimizer import build_optimizer, mark_as_output
 from gdpo_nemo.megatron.routers import freeze_expert_biases, freeze_routers, in_precision
+from gdpo_nemo.megatron.vision import Vision, build_tower
 from gdpo_nemo.models.description import ModelDescription
 from gdpo_nemo.models.families import Family
 from gdpo_nemo.utils.errors import ConfigError
@@ -53,6 +54,8 @@ class PolicyModel(HybridModel):
     real_vocab_size: int
     embedding_scale = 1.0
     """Factor of the embeddings."""
+    vision: Vision | None = None
+    """Images of the model, for the chunk with the vision tower (``tower``). None for other chunks."""
     logit_cap: float | None = None
     """Soft cap c of the logits x, c * tanh(x / c), before the division by the temperature."""
 
@@ -69,12 +72,7 @@ class PolicyModel(HybridModel):
             On the last stage, float32 [targets, 2] with log-prob and entropy, or [targets, 1] if ``entropy`` is none.
             On other stages, the hidden states.
         """
-        embedded = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
-        if embedded is not None and self.training and not embedded.requires_grad:
-            # LoRA freezes the embeddings, but activation recomputation needs an input that requires a gradient.
-            embedded.requires_grad_()
-        if embedded is not None and self.embedding_scale != 1.0:
-            embedded = embedded * self.embedding_scale
+        embedded = self._embed(input_ids, packing) if self.pre_process else None
         angles = None
         if self.position_embedding_type == "rope":
             angles = self.rotary_pos_emb(packing.max_seqlen_q, packed_seq=True)
@@ -82,6 +80,17 @@ class PolicyModel(HybridModel):
             hidden_states=embedded, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=packing
         )
         return self._output(hidden, rows, targets) if self.post_process else hidden
+
+    def _embed(self, input_ids, packing):
+        embedded = self.embedding(input_ids=input_ids, position_ids=None)
+        if self.embedding_scale != 1.0:
+            embedded = embedded * self.embedding_scale
+        if self.vision is not None:
+            embedded = self.vision.embed(self, embedded, packing)
+        if self.training and not embedded.requires_grad:
+            # LoRA freezes the embeddings, but activation recomputation needs an input that requires a gradient.
+            embedded.requires_grad_()
+        return embedded
 
     def _output(self, hidden, rows, targets):
         if self.config.sequence_parallel:
@@ -211,6 +220,8 @@ class BuiltModel:
     """Megatron's MegatronOptimizer, or None for a model that is not trained."""
     scheduler: Any = None
     """Learning-rate schedule (``UpdateSchedule``), or None for a model that is not trained."""
+    vision: Vision | None = None
+    """Images of the model, or None for a text model."""
 
 
 def transformer_config(
@@ -338,11 +349,12 @@ def build_chunks(
         ConfigError: if fp8 or fused log-probs are required but not available.
     """
     description = description_of(hf)
+    text = hf.get_text_config()
     use_te = _uses_engine(layout, description.family)
-    layers = layer_attentions(hf, description)
+    layers = layer_attentions(text, description)
     special, latent = description.special_attention, description.family.latent is not None
     attention = select_attention(layout.attention_backend, use_te, sharing, special, latent)
-    config = transformer_config(hf, description, layout, dtype, use_te, attention)
+    config = transformer_config(text, description, layout, dtype, use_te, attention)
     fused = use_fused_logprobs(layout.fused_logprobs, description.logit_cap)
     # Only TransformerEngine's attention uses the model's rotary angles. The others compute their angles.
     rotary = layers[0].rotary if attention is Attention.ENGINE else None
@@ -353,22 +365,25 @@ def build_chunks(
         model = model_class(
             config,
             layer_spec(description, config, layers, use_te, attention, adapted=adapted, sharing=sharing),
-            vocab_size=-(-hf.vocab_size // tensor_size) * tensor_size,
-            max_sequence_length=hf.max_position_embeddings,
+            vocab_size=-(-text.vocab_size // tensor_size) * tensor_size,
+            max_sequence_length=text.max_position_embeddings,
             hybrid_layer_pattern=layer_pattern(description.symbols, layout),
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-            share_embeddings_and_output_weights=hf.tie_word_embeddings,
+            share_embeddings_and_output_weights=description.tied,
             position_embedding_type="rope" if rotary else "none",
             vp_stage=stage,
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+            scatter_embedding_sequence_parallel=description.tower is None,
         )
+        if description.tower and model.pre_process:
+            model.tower = build_tower(hf, dtype)
         if rotary:
             model.rotary_pos_emb.inv_freq = rotary[0]
             model.rotary_pos_emb.rotary_interleaved = config.rotary_interleaved
         model.temperature = temperature
         model.fused = fused
-        model.real_vocab_size = hf.vocab_size
+        model.real_vocab_size = text.vocab_size
         model.embedding_scale = embedding_scale(description, dtype)
         model.logit_cap = description.logit_cap
         freeze_expert_biases(model)
@@ -423,10 +438,25 @@ def build_frozen(folder: str | Path, layout: MegatronConfig, dtype: torch.dtype,
     hf = _read_config(folder)
     config, chunks = build_chunks(hf, layout, dtype, sharing=sharing)
     load_hf(list(chunks), open_weights(folder, finite=True), hf)
+    vision = _prepare_images(folder, hf, chunks, trained=False)
     for chunk in chunks:
         chunk.requires_grad_(False)
     inner = [in_precision(config, chunk) for chunk in chunks]
-    return BuiltModel(hf, config, chunks, inner)
+    return BuiltModel(hf, config, chunks, inner, vision=vision)
+
+
+def _prepare_images(
+    folder: str | Path, hf: PretrainedConfig, chunks: Sequence[PolicyModel], trained: bool
+) -> Vision | None:
+    """Make the chunk with the vision tower process images. Return None for a text model."""
+    description = description_of(hf)
+    if description.tower is None:
+        return None
+    vision = Vision(folder, description, trained)
+    for chunk in chunks:
+        if chunk.pre_process:
+            vision.attach(chunk)
+    return vision
 
 
 def build(
@@ -441,6 +471,7 @@ def build(
     scores: bool = False,
     value_lr_mult: float | None = None,
     sharing: bool = False,
+    train_tower: bool = False,
 ) -> BuiltModel:
     """Load the model in a Hugging Face folder for training, with wrappers, optimizer and schedule of this rank.
 
@@ -452,6 +483,7 @@ def build(
         scores: True for a reward model. If the folder contains no score head, the head is initialised randomly.
         value_lr_mult: learning-rate multiplier of a value head, or None for no value head.
         sharing: True if packs may contain shared prompts.
+        train_tower: True to train the vision tower.
     """
     from gdpo_nemo.megatron.conversion import load_hf, with_score_head
     from gdpo_nemo.models.hf_folder import open_weights
@@ -465,6 +497,7 @@ def build(
     modules: list[torch.nn.Module] = list(chunks)
     read = open_weights(folder, finite=True)
     load_hf(modules, with_score_head(read, hf, seed) if scores else read, hf)
+    vision = _prepare_images(folder, hf, chunks, train_tower)
     if lora:
         attach(modules, hf, lora, seed)
     elif layout.freeze_moe_router:
@@ -474,4 +507,4 @@ def build(
     # reference cycle of model, optimizer and process groups through autograd nodes, which Python's garbage collector
     # cannot see.
     optimizer, scheduler = build_optimizer(layout, dtype, wrapped, total_updates, value_lr_mult)
-    return BuiltModel(hf, config, chunks, wrapped, optimizer, scheduler)
+    return BuiltModel(hf, config, chunks, wrapped, optimizer, scheduler, vision)

@@ -68,6 +68,7 @@ def layer_attentions(config: PretrainedConfig, model: ModelDescription) -> list[
         score_cap=model.score_cap,
         sinks=model.family.sinks is not None,
         pairs=model.rotates_pairs,
+        axes=model.rotary_axes,
         query_scale=model.query_scale,
     )
     layers = []

@@ -33,6 +33,15 @@ class Packing(PackedSeqParams):
 
     Only ``PackedAttention`` reads this field and the fields below.
     """
+    rope_positions: torch.Tensor | None = None
+    """int64 [local tokens, 3]: position of each local token on the axes of M-RoPE (``PackedRows.rope_positions``)."""
+    images: Any = None
+    """Images for the vision tower (``vision.ImageInputs``), or None without images or after the first stage."""
+    added: list[torch.Tensor] = field(default_factory=list)
+    """Features of images that the first layers add to their outputs (``vision.Tie``).
+
+    They belong to the micro-batch, because a pipeline recomputes layers of earlier micro-batches.
+    """
     rectangles: list[Rectangle] = field(default_factory=list)
     """Padded batches of all sequences of the micro-batch."""
     order: torch.Tensor | None = None

@@ -115,6 +115,7 @@ class Policy:
             scores=scores,
             value_lr_mult=value_lr_mult,
             sharing=config.share_prompts is not False,
+            train_tower=config.vision.train,
         )
         self.scores = scores
         self.values = value_lr_mult is not None
@@ -174,6 +175,8 @@ class Policy:
         with self._optimizer_prefetched():
             sums, maxima = self._reduce(done)
             sums |= self._replay.counted()
+            if self.built.vision is not None:
+                sums["tower_images"] = self.built.vision.counted(self.chunks, self.runtime.device)
             optimizer = self.built.optimizer
             optimizer.prepare_grads()
             norm = float(optimizer.get_grad_norm())  # of the complete model before clipping, equal on all ranks
@@ -353,6 +356,8 @@ class Policy:
             return
         sharing = self.config.share_prompts is not False
         self._teacher = build_frozen(folder, self.layout, DTYPES[self.config.precision], sharing)
+        if self.built.vision is not None and self._teacher.vision is None:
+            raise RunError(f"the teacher in {folder} is a text model, but the policy has a vision tower")
         self._layers = needs_of_layers([*self.chunks, *self._teacher.chunks])
 
     @contextlib.contextmanager
@@ -433,7 +438,9 @@ class Policy:
         if layout.fp8:  # the number of tokens of each rank must be a multiple of the block size
             total_multiple = _FP8_BLOCK * context_size * layout.tensor_model_parallel_size
 
-        def make(with_fields: bool, members: Sequence[int]) -> MicroBatch:
+        vision = self.built.vision
+
+        def make(chunk: Any, members: Sequence[int]) -> MicroBatch:
             rows = pack_rows(
                 sequences,
                 members,
@@ -441,8 +448,9 @@ class Policy:
                 context_size=context_size,
                 total_multiple=total_multiple,
                 positions=local_positions,
+                grid=None if vision is None else vision.grid,
             )
-            options: Any = dict(self._layers, with_fields=with_fields)
+            options: Any = dict(self._layers, with_fields=chunk.post_process and not forward_only, vision=chunk.vision)
             return make_micro_batch(rows, sequences, context, self.runtime.device, **options)
 
         def step(iterator: MicroBatches, model):
@@ -455,8 +463,7 @@ class Policy:
         wrapped = self.built.wrapped
         iterators = []
         for chunk in self.chunks:
-            with_fields = chunk.post_process and not forward_only
-            iterators.append(MicroBatches(partial(make, with_fields), micro_batches))
+            iterators.append(MicroBatches(partial(make, chunk), micro_batches))
         return self._forward_backward(
             forward_step_func=step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -484,20 +491,20 @@ class Policy:
             for wrapped in overlapped:
                 wrapped.enable_forward_pre_hook()
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, tower: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Hugging Face name, unsharded tensor) of all weights on every rank, with adapters merged.
 
         See ``conversion.export_hf``.
         """
         with self.params_synced():
-            tensors = export_hf(self.chunks, self.built.hf_config)
+            tensors = export_hf(self.chunks, self.built.hf_config, tower)
             if self.adapters:
                 tensors = merged(tensors, gather_adapters(self.chunks), self.adapters.scale)
             yield from tensors
 
     def update(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors that training changes: all weights, or only the adapters under LoRA."""
-        return iter(self.weights() if self.adapters is None else named(self.adapter()))
+        """Yield the tensors that training changes: the weights, without a frozen tower, or under LoRA the adapters."""
+        return iter(self.weights(self.config.vision.train) if self.adapters is None else named(self.adapter()))
 
     def start_adapters(self, pairs: Pairs) -> None:
         """Initialise LoRA matrices and the optimizer's main weights from the unsharded ``pairs`` of all modules."""

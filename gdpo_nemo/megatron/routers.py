@@ -28,15 +28,19 @@ def freeze_expert_biases(chunk: torch.nn.Module) -> None:
 
 
 def in_precision(config: TransformerConfig, chunk: torch.nn.Module) -> Any:
-    """Wrap a chunk for bfloat16 if ``config`` requires it. The biases of routers keep their float32 values.
+    """Wrap a chunk for bfloat16 if ``config`` requires it.
 
-    Megatron computes with float32 biases, but its wrapper rounds them to bfloat16 first.
+    The biases of routers, and the rotary frequencies of a vision tower, keep their float32 values. Megatron and
+    transformers compute with these values, but Megatron's wrapper rounds them to bfloat16 first.
     """
     if not config.bf16:
         return chunk
-    biases = {name: value.clone() for name, value in chunk.named_buffers() if name.endswith(EXPERT_BIAS)}
+    exact = {}
+    for name, value in chunk.named_buffers():
+        if name.endswith(EXPERT_BIAS) or name.startswith("tower."):
+            exact[name] = value.clone()
     wrapped = Float16Module(config, chunk)
-    for name, value in biases.items():
+    for name, value in exact.items():
         module, _, attribute = name.rpartition(".")
         setattr(chunk.get_submodule(module), attribute, value)
     return wrapped

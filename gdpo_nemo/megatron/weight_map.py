@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from gdpo_nemo.models.description import Heads, ModelDescription
-from gdpo_nemo.models.weights import EMBEDDING, OUTPUT, QKV_ROWS, REPLICATED, weight_table
+from gdpo_nemo.models.weights import EMBEDDING, OUTPUT, QKV_ROWS, REPLICATED, TOWER, weight_table
 
 SCORE = "score.weight"
 """Name of a reward model's head, both in Megatron's model and in transformers' sequence classifiers."""
@@ -58,6 +58,9 @@ class Weight:
     tied: bool = False
     """True for an output layer that is a copy of the embedding."""
 
+    tower: bool = False
+    """True if the parameter belongs to the vision tower."""
+
     @property
     def modules(self) -> tuple[str, ...]:
         """Hugging Face modules of the tensors."""
@@ -83,6 +86,7 @@ def weights_of(model: ModelDescription) -> Weights:
             interleaved=first.interleaved,
             vocabulary=name in (EMBEDDING, OUTPUT),
             heads=heads,
+            tower=name.startswith(TOWER),
         )
     if model.tied:
         found[None, OUTPUT] = replace(found[None, EMBEDDING], tied=True)

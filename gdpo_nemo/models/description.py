@@ -338,6 +338,7 @@ class ModelDescription:
             "attention sinks": self.family.sinks,
             "several rotary embeddings": self.family.layer_rope,
             "queries that positions scale": self.query_scale,
+            "rotary positions in images (M-RoPE)": self.family.tower,
         }
         return next((name for name, is_present in properties.items() if is_present), None)
 
@@ -543,7 +544,7 @@ def with_defaults(family: Family, content: Mapping[str, Any]) -> dict[str, Any]:
     If the family has different types of layers, their types and their number are also added. The fields of the text
     model in an image model are at the top level of the result.
     """
-    fields = {**family.defaults, **(_text_content(content) if family.tower else content)}
+    fields = {**family.defaults, **with_text_fields(content)}
     if family.layer_period and fields.get(family.layer_types) is None:
         period, layers = fields[family.layer_period], fields.get("num_hidden_layers")
         first, second = family.layers
@@ -558,8 +559,15 @@ def with_defaults(family: Family, content: Mapping[str, Any]) -> dict[str, Any]:
     return {**fields, "num_hidden_layers": len(found) if isinstance(found, list) else 0}
 
 
-def _text_content(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of an image model with those of its text model. Older folders do not separate the two."""
+def with_text_fields(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config.json. If the family has a tower, the text model's fields are at the top level.
+
+    Older folders of image models do not have a separate object for the text model.
+    """
+    kind = content.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None or family.tower is None:
+        return dict(content)
     text = content.get("text_config")
     own = {key: value for key, value in content.items() if key != "text_config"}
     text = dict(text) if isinstance(text, Mapping) else {}

@@ -17,8 +17,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from gdpo_nemo.models.description import with_text_fields
 from gdpo_nemo.models.fp8 import block_of, unquantised
-from gdpo_nemo.models.weight_files import INDEX, NOT_FINITE, prediction_weights
+from gdpo_nemo.models.weight_files import INDEX, NOT_FINITE, prediction_weights, tower_weights
 from gdpo_nemo.utils.errors import ConfigError
 
 
@@ -73,9 +74,14 @@ def weight_names(folder: str | Path) -> list[str]:
     config = json.loads((Path(folder) / "config.json").read_text())
     names = stored_names(folder)
     omitted = set(prediction_weights(names, config))
-    if config.get("tie_word_embeddings"):
+    if with_text_fields(config).get("tie_word_embeddings"):
         omitted.add("lm_head.weight")
     return [name for name in names if name not in omitted]
+
+
+def tower_names(folder: str | Path) -> list[str]:
+    """Return the names of the weights of the vision tower in a folder, or an empty list for a text model."""
+    return tower_weights(weight_names(folder), json.loads((Path(folder) / "config.json").read_text()))
 
 
 def stored_names(folder: str | Path) -> list[str]:
@@ -169,11 +175,12 @@ _COMPANIONS = (
     "added_tokens.json",
     "chat_template*",
     "generation_config.json",
+    "*processor_config.json",
 )
 
 
 def copy_companions(source: str | Path, folder: Path) -> None:
-    """Copy tokenizer, chat template and generation settings from the Hugging Face folder ``source`` to ``folder``."""
+    """Copy tokenizer, chat template, processors and generation settings from the folder ``source`` to ``folder``."""
     for pattern in _COMPANIONS:
         for file in Path(source).glob(pattern):
             if file.parent.absolute() != folder.absolute():

@@ -120,10 +120,11 @@ _SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def check_gpt_format(family: Family, key: str) -> None:
-    """Check that layers of the family have only the modules of GPTModel's standard layers. Raises ConfigError."""
+    """Check that the family has only the modules of GPTModel's standard layers. Raises ConfigError."""
     modules = family.modules
     added = modules.post_attention_norm or modules.post_mlp_norm or family.sinks or family.biases
-    if added or family.latent or family.mamba or family.delta or (family.experts and family.experts.sigmoid):
+    layers = family.latent or family.mamba or family.delta or (family.experts and family.experts.sigmoid)
+    if added or layers or family.tower:
         raise ConfigError(
             f"{key}: Megatron-core checkpoints of {family.model_type} models are not supported; use Hugging Face "
             "folders"

@@ -119,6 +119,12 @@ def prediction_weights(names: Iterable[str], config: Mapping[str, Any]) -> list[
     return list(filter(is_untrained, names))
 
 
+def tower_weights(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
+    """Return the names of the weights of a vision tower. For the arguments, see ``prediction_weights``."""
+    family = FAMILIES.get(config.get("model_type", ""))
+    return [name for name in names if family and family.tower and name.startswith(family.tower.prefix)]
+
+
 def _files_in_index(index: Path) -> list[str]:
     if not index.exists():
         return []

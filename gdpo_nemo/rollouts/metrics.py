@@ -182,6 +182,10 @@ METRICS = {
         "share",
         "Choices (of a token in an MoE layer) of which the trainer's would differ from the sampler's (router_replay)",
     ),
+    "vision/tower_images": (
+        "images",
+        "Images that the vision towers of all ranks processed in the step; a frozen tower caches its outputs",
+    ),
     "parity/mean_abs": (
         "nats",
         "Mean |trainer log-prob - sampler log-prob| at equal weights, over the trained tokens",
@@ -391,6 +395,7 @@ def update_metrics(results: Sequence[UpdateResult], on_policy: bool) -> dict[str
     tokens = max(sums.pop("tokens", 0.0), 1.0)
     decisions = sums.pop("routing_decisions", 0.0)
     differing = sums.pop("routing_differing", 0.0)
+    tower_images = sums.pop("tower_images", None)
     row = {
         "loss": float(np.mean([r.loss for r in results])),
         "grad_norm": float(np.mean([r.grad_norm for r in results])),
@@ -409,6 +414,8 @@ def update_metrics(results: Sequence[UpdateResult], on_policy: bool) -> dict[str
     }
     if decisions:
         row["routing/differing"] = differing / decisions
+    if tower_images is not None:
+        row["vision/tower_images"] = tower_images
     if "clipped_low" in sums:
         low = sums.pop("clipped_low")
         row["policy/clip_low"] = low / tokens

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
 import signal
 import sys
@@ -45,6 +44,7 @@ from gdpo_nemo.cluster.worker_processes import worker_processes
 from gdpo_nemo.config.algorithm_choice import spec_of
 from gdpo_nemo.config.data_files import splits_to_read
 from gdpo_nemo.config.layout import Resolved, last_step, prompt_limit
+from gdpo_nemo.config.model_checks import read_model_config
 from gdpo_nemo.config.placement import joined
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.sections import PolicyConfig
@@ -390,7 +390,7 @@ def _sync_check(policy: PolicyConfig, inputs: Inputs, fleet: EngineFleet) -> Syn
     if not policy.generation.verify_weights:
         return None
     prompts = [prompt.token_ids for prompt in inputs.prompts.head(PROMPTS)]
-    vocabulary = json.loads((inputs.folder / "config.json").read_text())["vocab_size"]
+    vocabulary = read_model_config(inputs.folder / "config.json")["vocab_size"]
     return SyncCheck.sampled(fleet, prompts, vocabulary, policy.max_total_sequence_length)
 
 

@@ -44,14 +44,19 @@ class Manifest:
         """Size of the flat buffer in bytes."""
         return max((e.offset + e.nbytes for e in self.entries), default=0)
 
-    def check_names(self, expected: Iterable[str]) -> None:
+    def check_names(self, expected: Iterable[str], frozen: Iterable[str] = ()) -> None:
         """Check that the tensors have exactly the names that the receiver expects.
+
+        Args:
+            frozen: expected names that the update may leave out, all of them together.
 
         Raises:
             RunError: if a name is missing, unexpected or duplicated.
         """
         counts = Counter(entry.name for entry in self.entries)
         expected_names = set(expected)
+        if counts.keys().isdisjoint(frozen):
+            expected_names -= set(frozen)
         for problem, wrong in (
             ("twice", {name for name, count in counts.items() if count > 1}),
             ("missing", expected_names - counts.keys()),

@@ -19,7 +19,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
-from gdpo_nemo.models.hf_folder import open_weights, weight_names
+from gdpo_nemo.models.hf_folder import open_weights, tower_names, weight_names
 from gdpo_nemo.utils.errors import GdpoError
 from gdpo_nemo.weights.adapters import merged_into
 from gdpo_nemo.weights.manifest import Manifest
@@ -37,15 +37,16 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # mypy does not r
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # mypy does not read vLLM
-    """Manifest and receiver of an update, pickled if the worker is a separate process.
+    """Manifest and receiver of an update, and True if the engine has no weights, pickled if the worker is a separate
+    process.
 
     Pickling is necessary because vLLM converts dataclasses to plain dictionaries when it sends them to another process.
     """
 
-    update: tuple[Manifest, Receiver] | bytes
+    update: tuple[Manifest, Receiver, bool] | bytes
 
-    def unpickled(self) -> tuple[Manifest, Receiver]:
-        """Return the manifest and the receiver."""
+    def unpickled(self) -> tuple[Manifest, Receiver, bool]:
+        """Return the manifest, the receiver, and whether the engine has no weights."""
         return pickle.loads(self.update) if isinstance(self.update, bytes) else self.update
 
 
@@ -57,38 +58,53 @@ class ReceiverTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Prepare the model's routers on CPUs. The backend has no connection."""
+        self._tower = frozenset(tower_names(self.model_config.model))
         if self.device.type == "cpu":
             _group_experts(self.model)
 
     def start_weight_update(self) -> None:
-        """Prepare the model for loading weights."""
+        """Name the loaders of the model, whose names vLLM's reload reads."""
         name_loaders(self.model)
-        initialize_layerwise_reload(self.model)
-        if self.device.type == "cpu":
-            _repack_experts(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load the tensors of an update, or the model in the engine's folder with the update's adapters merged.
+
+        A vision tower that the update leaves out keeps its weights. If the engine has none, those of its folder are
+        loaded.
 
         vLLM's loader raises an error for a tensor that no module accepts. A ``GdpoError`` is stored for
         ``Worker.update_error``. If this method raised the error, vLLM would not call ``finish_weight_update``. An
         error from another process would also arrive only as text.
         """
+        manifest, receiver, is_empty = update_info.unpickled()
+        names = {entry.name for entry in manifest.entries}
+        kept = self._tower if not is_empty and names.isdisjoint(self._tower) else frozenset()
+        # vLLM's reload expects new tensors for every module of the model that it gets.
+        initialize_layerwise_reload(self.model.get_language_model() if kept else self.model)
+        if self.device.type == "cpu":
+            _repack_experts(self.model)
         try:
             with experts_loaded_together(self.model):
-                self.model.load_weights(self._tensors(*update_info.unpickled()))
+                self.model.load_weights(self._tensors(manifest, receiver, kept))
         except GdpoError as error:
             _ERRORS.append(error)
 
-    def _tensors(self, manifest: Manifest, receiver: Receiver) -> Iterator[tuple[str, torch.Tensor]]:
+    def _tensors(
+        self, manifest: Manifest, receiver: Receiver, kept: frozenset[str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, tensor) of all weights except those that the engine keeps."""
         adapters = manifest.adapters
         received = receiver.receive(manifest, self.device, self.parallel_config.rank)
-        if adapters is None:
-            return received
-        # Receive and verify all matrices first: a wrong checksum must not leave the model partly loaded.
         base = self.model_config.model
+        if adapters is None:
+            yield from received
+            names = sorted(self._tower - kept - {entry.name for entry in manifest.entries})
+            yield from zip(names, map(open_weights(base), names) if names else ())
+            return
+        # Receive and verify all matrices first: a wrong checksum must not leave the model partly loaded.
         matrices = dict(received)
-        return merged_into(weight_names(base), open_weights(base), matrices, adapters.scale, self.device)
+        names = [name for name in weight_names(base) if name not in kept]
+        yield from merged_into(names, open_weights(base), matrices, adapters.scale, self.device)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive an update. vLLM calls this method with the update information as a dictionary."""

@@ -8,6 +8,8 @@ which takes longer than the rest.
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import os
 import sys
@@ -21,6 +23,57 @@ def sequences() -> list[np.ndarray]:
     """int32 token ids of two sequences."""
     rng = np.random.default_rng(5)
     return [rng.integers(0, 99, length).astype(np.int32) for length in (12, 19)]
+
+
+def prompt_with_an_image(folder: str):
+    """A prompt of text, an image and text."""
+    from PIL import Image as Pillow
+
+    from gdpo_nemo.data.image_processor import ImageProcessor
+    from gdpo_nemo.data.images import Image
+    from gdpo_nemo.generation.requests import SampleRequest
+
+    stream = io.BytesIO()
+    pixels = np.random.default_rng(3).integers(0, 256, (90, 120, 3), dtype=np.uint8)
+    Pillow.fromarray(pixels).save(stream, "PNG")
+    image = Image(hashlib.sha256(stream.getvalue()).hexdigest(), 120, 90, stream.getvalue())
+    config = json.loads(Path(folder, "config.json").read_text())
+    places = [config[f"{name}_token_id"] for name in ("vision_start", "image", "vision_end")]
+    ids = np.array([*sequences()[0], *places, *sequences()[0]], np.int32)
+    prompt_ids, images = ImageProcessor(folder).place(ids, [image])
+    return SampleRequest(prompt_ids, seed=1, images=images)
+
+
+def score_images(engine, folder: str, newer: str) -> dict[str, np.ndarray]:
+    """Sampled ids and their log-probs, of the text model and the tower of either folder.
+
+    The engine has the newer weights. An update without the tower leaves it in place, and a tower that a sleeping engine
+    has released is read from the engine's folder.
+    """
+    from gdpo_nemo.generation.requests import Sampling
+    from gdpo_nemo.models.hf_folder import open_weights, tower_names, weight_names
+    from gdpo_nemo.weights.manifest import pack
+    from gdpo_nemo.weights.transports.memory import MemoryReceiver
+
+    request = prompt_with_an_image(folder)
+    names = [name for name in weight_names(folder) if name not in tower_names(folder)]
+
+    def sample() -> np.ndarray:
+        (completion,) = engine.generate([request], Sampling(1.0, 1.0, -1, 8)).completions
+        return np.stack([completion.token_ids, completion.logprobs])
+
+    found = {"newer newer": sample()}
+    for version, (text, tower) in enumerate([(folder, "newer"), (newer, "older")], 2):
+        if tower == "older":
+            engine.sleep()
+            engine.wake("weights")
+        manifest, buffer = pack(((name, open_weights(text)(name)) for name in names), version)
+        engine.update_weights(manifest, MemoryReceiver(), buffer)
+        if tower == "older":
+            engine.wake("kv_cache")
+            engine._core._engine.reset_encoder_cache()
+        found[f"{'older' if text == folder else 'newer'} {tower}"] = sample()
+    return found
 
 
 def score(out: str, folder: str, newer: str) -> None:
@@ -46,6 +99,8 @@ def score(out: str, folder: str, newer: str) -> None:
         (sampled,) = engine.generate([SampleRequest(prompt, number)], Sampling(1.0, 1.0, -1, 4)).completions
         if sampled.routing is not None:
             found |= {f"ids{number}": np.concatenate([prompt, sampled.token_ids]), f"routing{number}": sampled.routing}
+    if "vision_config" in config:
+        found |= score_images(engine, folder, newer)
     np.savez(out, **found)
 
 

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import numpy as np
 
 from gdpo_nemo.config.schema import GenerationConfig, LoraConfig, PolicyConfig
+from gdpo_nemo.config.sections import VisionConfig
 from gdpo_nemo.data.packing import Budget, assign, assign_singly
 from gdpo_nemo.data.shares import Share
 
@@ -40,6 +41,7 @@ def build_policy(
     scores=False,
     share_prompts=False,
     router_replay=False,
+    train_tower=False,
 ):
     """A Policy on this rank; ``optimizer`` and ``scheduler`` hold fields of the sections that differ from the
     layout's."""
@@ -61,6 +63,7 @@ def build_policy(
         generation=GenerationConfig(temperature=temperature),
         share_prompts=share_prompts,
         router_replay=router_replay,
+        vision=VisionConfig(train=train_tower),
     )
     return Policy(config, folder, place.runtime, updates, keep_reference=keep_reference, scores=scores)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,11 @@ import hf_reference
 import numpy as np
 import pytest
 import tiny_models
+import tiny_vision
 import torch
+from transformers import AutoModelForImageTextToText
 
+from gdpo_nemo.data.image_processor import ImageProcessor
 from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.models.family_checks import describe
 
@@ -50,7 +54,8 @@ def save_tokenizer(folder: Path) -> None:
 
 def by_transformers(folder: Path) -> np.ndarray:
     """float32 [tokens]: log-probs of ``engine_scores.sequences``."""
-    model = hf_reference.load(folder)
+    is_tower = "vision_config" in json.loads((folder / "config.json").read_text())
+    model = AutoModelForImageTextToText.from_pretrained(folder) if is_tower else hf_reference.load(folder)
     found = []
     for ids in map(torch.from_numpy, engine_scores.sequences()):
         with torch.no_grad():
@@ -86,9 +91,12 @@ def scorer(tmp_path_factory):
 def scored(scorer, family: str, folder: Path) -> tuple[int, str, dict, list[np.ndarray]]:
     """An engine's exit status and complaints, what it scored before and after an update, and what it should have."""
     process, log = scorer
-    name, fields = tiny_model(family)
-    older, newer = (tiny_models.write_model(name, folder / str(seed), seed, **fields) for seed in (7, 8))
-    save_tokenizer(older)
+    if FAMILIES[family].tower:
+        older, newer = (tiny_vision.write_tiny_vision(folder / str(seed), family, seed) for seed in (7, 8))
+    else:
+        name, fields = tiny_model(family)
+        older, newer = (tiny_models.write_model(name, folder / str(seed), seed, **fields) for seed in (7, 8))
+        save_tokenizer(older)
     process.stdin.write(f"{folder}/scores.npz {older} {newer} {folder}/errors\n")
     process.stdin.flush()
     status = process.stdout.readline()
@@ -113,12 +121,39 @@ def test_an_update_of_a_family_that_is_refused_on_cpus_ends_the_engine(family, s
     assert status and "assert self.moe_kernel is not None" in errors, errors[-4000:]
 
 
+def check_images(folder: Path, scores: dict[str, np.ndarray]) -> None:
+    """Compare tokens sampled after an image with transformers, by the text model and the tower of either folder."""
+    request = engine_scores.prompt_with_an_image(str(folder / "7"))
+    pixel_values, grid = ImageProcessor(folder / "7").pixel_values([placed.image for placed in request.images])
+    older, newer = (AutoModelForImageTextToText.from_pretrained(folder / seed) for seed in "78")
+    towers = {"older": older.model.visual, "newer": newer.model.visual}
+    for state in ("newer newer", "older newer", "newer older"):
+        text, tower = state.split()
+        model = older if text == "older" else newer
+        model.model.visual = towers[tower]
+        sampled, logprobs = scores[state]
+        ids = np.concatenate([request.prompt_ids, sampled.astype(np.int32)])
+        types = torch.zeros(1, len(ids), dtype=torch.int32)
+        for _, start, tokens in request.images:
+            types[0, start : start + tokens] = 1
+        with torch.no_grad():
+            logits = model(
+                torch.from_numpy(ids)[None].long(), pixel_values=pixel_values, image_grid_thw=grid,
+                mm_token_type_ids=types,
+            ).logits[0]  # fmt: skip
+        expected = logits.log_softmax(-1)[len(request.prompt_ids) - 1 : -1]
+        expected = expected.gather(-1, torch.from_numpy(ids[len(request.prompt_ids) :])[:, None].long())[:, 0]
+        np.testing.assert_allclose(logprobs, expected.numpy(), atol=1e-5, rtol=0, err_msg=state)
+
+
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in (*STACKED, *OTHERS)])
 def test_an_engine_scores_as_transformers_before_and_after_an_update(family, scorer, tmp_path):
     status, errors, scores, expected = scored(scorer, family, tmp_path)
     assert status == 0, errors[-4000:]
     np.testing.assert_allclose(scores["before"], expected[0], atol=2e-4, rtol=0)
     np.testing.assert_allclose(scores["after"], expected[1], atol=2e-4, rtol=0)
+    if FAMILIES[family].tower:
+        check_images(tmp_path, scores)
     mixture = FAMILIES[family].experts
     for number in range(2 if mixture and not mixture.sigmoid else 0):
         ids, routing = scores[f"ids{number}"], scores[f"routing{number}"]

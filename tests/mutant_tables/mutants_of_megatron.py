@@ -49,7 +49,7 @@ MEGATRON = (
     ),
     mutant(
         "megatron/routers.py",
-        "    for name, value in biases.items():\n",
+        "    for name, value in exact.items():\n",
         "    for name, value in ():\n",
         "megatron/test_layout_parity.py::test_the_routers_bias_keeps_every_bit_in_bfloat16",
         "the biases of routers are rounded to bfloat16",

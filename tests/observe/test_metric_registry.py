@@ -144,7 +144,7 @@ def samples(**changes) -> list[Trajectory]:
 
 def rows_of_the_real_functions() -> list[dict[str, float]]:
     sums, maxima = every_measurement_of_a_loss()
-    sums |= {"routing_decisions": 8.0, "routing_differing": 2.0}
+    sums |= {"routing_decisions": 8.0, "routing_differing": 2.0, "tower_images": 3.0}
     packing = measure([[[0, 1]]], [3, 4], 1, 1, 0.0)
     update = UpdateResult(0.1, 1.0, 1e-4, False, sums, maxima, packing, sequences=2, skipped_sequences=1)
     rewards = {"a": [0.0, 1.0, 1.0, 1.0], "b": [1.0, 0.0, 1.0, 1.0]}

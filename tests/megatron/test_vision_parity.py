@@ -1,0 +1,89 @@
+"""A policy with a vision tower computes what transformers' whole model computes, in every layout.
+
+With ``--layout-table`` all layouts with both families, with and without shared prompts, and with a trained and a frozen
+tower.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+
+import numpy as np
+import pytest
+import rank_cases
+import tiny_vision
+import vision_cases
+
+CUT = "TP2+SP"
+LAYOUTS = ["TP1", CUT, "PP2", "CP2", "TP2xCP2+SP", "TP2xPP2+FULL", "DP2+OVERLAP", "PP2xVPP2"]
+
+
+def pytest_generate_tests(metafunc):
+    if metafunc.function is test_logprobs_and_gradients_equal_transformers:
+        ways = list(product((False, True), (False, True)))
+        cases = []
+        for number, (layout, kind) in enumerate(product(LAYOUTS, tiny_vision.KINDS)):
+            if "VPP" in layout and kind == "qwen3_vl":
+                continue  # features of images go to two layers, and the first virtual stage has one
+            whole = metafunc.config.getoption("layout_table")
+            # With a trained tower and shared prompts, and in turn one of the other ways.
+            chosen = ways if whole else [ways[3], ways[number // 2 % 3]] if number // 2 % 2 == number % 2 else []
+            for sharing, trained in chosen:
+                is_short = (layout, kind, sharing, trained) == (CUT, "qwen3_vl", True, True)
+                cases.append(pytest.param(layout, kind, sharing, trained, marks=() if is_short else pytest.mark.slow))
+        metafunc.parametrize("layout, kind, sharing, trained", cases)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """``folder(kind)``: the folder of a tiny model, written once."""
+    return cache(lambda kind: tiny_vision.write_tiny_vision(tmp_path_factory.mktemp(kind), kind))
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    """``reference(kind, make)``: a batch, with log-probs and gradients by transformers."""
+
+    @cache
+    def run(kind, make):
+        batch = make(folder(kind))
+        return batch, vision_cases.of_transformers(folder(kind), batch)
+
+    return run
+
+
+def check_equal(results, batch, expected, trained):
+    ours = rank_cases.by_sequence([result.before for result in results], batch)
+    for got, logprobs in zip(ours, expected.logprobs):
+        np.testing.assert_allclose(got, logprobs, atol=1e-5, rtol=0)
+    for result in results:
+        assert result.norm == pytest.approx(expected.norm(None if trained else "visual."), rel=1e-6)
+
+
+def largest(gradients, tower: bool) -> float:
+    return max(float(np.abs(g).max()) for name, g in gradients.items() if ("visual." in name) == tower)
+
+
+def test_logprobs_and_gradients_equal_transformers(on_ranks, folder, reference, layout, kind, sharing, trained):
+    """Of prompts with no, one and two images, and of a completion that contains the placeholder token."""
+    batch, expected = reference(kind, vision_cases.make_batch)
+    results = on_ranks(layout, vision_cases.measured, folder(kind), batch, sharing, trained)
+    check_equal(results, batch, expected, trained)
+    assert (results[0].saved > 60) == sharing
+    if "OVERLAP" in layout:
+        return  # a rank has only its part of the gradients
+    assert results[0].gradients.keys() == expected.gradients.keys()
+    differences = {name: results[0].gradients[name] - g for name, g in expected.gradients.items()}
+    for tower in (False, True) if trained else (False,):
+        assert largest(differences, tower) < 1e-5 * largest(expected.gradients, tower)
+
+
+@pytest.mark.slow
+def test_prompts_with_equal_tokens_and_different_images_share_no_image(on_ranks, folder, reference):
+    batch, expected = reference("qwen3_vl", vision_cases.twins)
+    assert np.array_equal(batch[0].prompt_ids, batch[2].prompt_ids)
+    results = on_ranks("TP1", vision_cases.measured, folder("qwen3_vl"), batch, True)
+    check_equal(results, batch, expected, True)
+    # All samples of a prompt begin with the same token, and both prompts with the same text in front of the image.
+    assert results[0].saved == 2 * (len(batch[0].prompt_ids) + 1) + batch[0].images[0].start
