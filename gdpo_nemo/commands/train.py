@@ -20,7 +20,7 @@ from gdpo_nemo.config.schema import Config, DatasetConfig, RunConfig
 from gdpo_nemo.config.sections import max_prompt_tokens
 from gdpo_nemo.data.mix import check_mix
 from gdpo_nemo.data.rows import Row, SlowRows, environment_of_row, load_rows
-from gdpo_nemo.data.tokenizer import Tokenizer, check_same_tokens
+from gdpo_nemo.data.tokenizer import Tokenizer, check_same_tokens, load_image_reader
 from gdpo_nemo.models.sources import Format, Source, described_by
 from gdpo_nemo.observe.display import process_start, shown
 from gdpo_nemo.planning.report import describe
@@ -160,7 +160,7 @@ def _check_local(
     found = []
     first_rows: dict[str, tuple[Any, Any]] = {}
     for split, data in splits.items():
-        rows = load_rows(data, environments, split, config.run.seed, _limit(data))
+        rows = _with_images(resolved, split, load_rows(data, environments, split, config.run.seed, _limit(data)))
         prompts = _prompts(resolved, split, rows, environments, tokenizer)
         found.append(("data", f"data.{split}: {_row_count(rows, data)} of {data.path}; {prompts}"))
         names = [environment_of_row(row, data, environments, split, index) for index, row in enumerate(rows)]
@@ -180,6 +180,17 @@ def _check_local(
         for name, (row, key) in first_rows.items():
             found.append(("env", _check_one_row(config, name, environments[name], row, key)))
     return found
+
+
+def _with_images(resolved: Resolved, split: str, rows: list[Row]) -> list[Row]:
+    """Return the rows with their images read, unless the model is known to be a text model."""
+    model = resolved.model.description
+    data = getattr(resolved.config.data, split)
+    if data.strided is not None or (model is not None and model.tower is None):
+        return rows
+    from gdpo_nemo.data.row_images import rows_with_images
+
+    return rows_with_images(rows, data, split, resolved.config.data.images, kind=resolved.algorithm.rows)
 
 
 def _limit(data: DatasetConfig) -> int | None:
@@ -250,6 +261,8 @@ def _prompts(
     check_rows(resolved.algorithm, rows, data, split)
     if tokenizer is None:
         return "prompts are not tokenized, because the tokenizer is not available yet"
+    model = Path(config.policy.model_name)
+    images = load_image_reader(config.data.images, model, tokenizer) if (model / "config.json").is_file() else None
     prompt_limit = max_prompt_tokens(config.policy)
     source = source_of(resolved.algorithm)(
         data,
@@ -259,6 +272,7 @@ def _prompts(
         seed=config.run.seed,
         max_prompt_tokens=prompt_limit,
         rows=rows[:SAMPLE],
+        images=images,
     )
     return source.summary(None if len(rows) <= SAMPLE else SAMPLE)
 

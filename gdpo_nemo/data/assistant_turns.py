@@ -132,10 +132,14 @@ class TurnFinder:
         """Return the messages with a mark in the middle of a message, where templates neither strip nor compare."""
         messages = list(self._messages)
         content = messages[index].get("content") or ""
-        if not isinstance(content, str):
-            raise self._unknown(index + 1, "the message before an assistant turn is not text")
-        middle = len(content) // 2
-        messages[index] = {**messages[index], "content": f"{content[:middle]}{_MARK}{content[middle:]}"}
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+        last = max((number for number, part in enumerate(parts) if part["type"] == "text"), default=None)
+        if last is None:
+            raise self._unknown(index + 1, "the message before an assistant turn has no text")
+        text = parts[last]["text"]
+        middle = len(text) // 2
+        parts[last] = {"type": "text", "text": f"{text[:middle]}{_MARK}{text[middle:]}"}
+        messages[index] = {**messages[index], "content": parts[0]["text"] if isinstance(content, str) else parts}
         return messages
 
     def _whole(self, messages: Sequence[Message]) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gdpo_nemo.data.images import Images, moved
-from gdpo_nemo.data.messages import Message, plain_message, rendered, with_texts
+from gdpo_nemo.data.messages import Message, plain_message, rendered, with_texts, without_images
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.replies import Reply, ReplyParser, split_thought
 from gdpo_nemo.data.tokenizer import continued
@@ -199,14 +199,13 @@ class Conversation:
 
     def _plain(self, observation: str | Sequence[Message]) -> tuple[list[Message], list[Any]]:
         """Return an observation as a list of messages, and the images in their parts as they were given."""
-        images: list[Any] = []
         given = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
         try:
-            plain = [plain_message(message, None if self._images is None else images) for message in given]
+            plain, images = without_images([plain_message(message, self._images is not None) for message in given])
         except ValueError as error:
             raise RunError(f"a message of an observation {error}") from None
         if self._images is None:
-            return [*plain], images
+            return plain, images
         return [with_texts(message, self._images.as_text) for message in plain], images
 
     def _as_text(self, text: str) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gdpo_nemo.config.algorithm_choice import FIELDS, FORMATS, PROMPT_COLUMNS, is_transform
-from gdpo_nemo.data.messages import chat_messages, clean_columns
+from gdpo_nemo.data.messages import IMAGES, chat_messages, clean_columns, media_of
 from gdpo_nemo.data.rows import Row
 from gdpo_nemo.utils.errors import ConfigError
 
@@ -55,10 +55,17 @@ def _cleaned(row: Row) -> Row:
         is_conversation = isinstance(value, list) and value and all(isinstance(message, Mapping) for message in value)
         if is_conversation and all(isinstance(message.get("role"), str) for message in value):
             try:
-                clean[name] = chat_messages(value, clean.get("tools"))
+                clean[name] = chat_messages(value, clean.get("tools"), images=True)
             except ValueError as error:
                 raise _Wrong(f"{name!r}: {error}") from None
     return clean
+
+
+def _check_images(row: Row) -> None:
+    """Raise ValueError if a row has images that were not read, which only vision-language models support."""
+    for name in row:
+        if media := media_of(row, name, IMAGES):
+            raise _Wrong(f"contains {' and '.join(sorted(media))}, but only text is supported")
 
 
 class ExampleReader:
@@ -81,6 +88,7 @@ class ExampleReader:
     def __call__(self, index: int, row: Row) -> list[Row]:
         """Return a row with ``prompt`` and ``answers`` for each example of this row. Raises ConfigError if invalid."""
         try:
+            _check_images(row)
             row = _cleaned(row)
             found = self._read(row)
         except ValueError as wrong:
@@ -248,7 +256,11 @@ def _messages(value: Any, name: str) -> list[Mapping[str, Any]]:
             message = {"role": _SHAREGPT.get(role, role), "content": message.get("value")}
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise _Wrong(f"a message in {name!r} has no role")
-        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
+        # Only content with images is still a list.
+        content = message.get("content")
+        if not isinstance(content, str if message["role"] == "assistant" else (str, list)) and not message.get(
+            "tool_calls"
+        ):
             raise _Wrong(f"a message in {name!r} has no text")
         messages.append(message)
     return messages

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,12 +21,16 @@ from gdpo_nemo.data.anchors import check_texts, prompts_of
 from gdpo_nemo.data.assistant_turns import Piece, UnknownTurn, find_turns
 from gdpo_nemo.data.end_tokens import turn_end
 from gdpo_nemo.data.example_rows import ExampleReader
-from gdpo_nemo.data.messages import lost_message, lost_text, rendered
+from gdpo_nemo.data.images import Image, Images
+from gdpo_nemo.data.messages import lost_message, lost_text, rendered, without_images
 from gdpo_nemo.data.prompts import PromptSource, RefusedPrompt, check_prompts
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.rows import Row, load_rows
 from gdpo_nemo.data.tokenizer import Tokenizer, continued, special_tokens
 from gdpo_nemo.utils.errors import ConfigError, first_line
+
+if TYPE_CHECKING:
+    from gdpo_nemo.data.image_reader import ImageReader
 
 _OPTIONS = {
     "preserve_thinking": True,
@@ -47,6 +51,8 @@ class Answer:
     """bool [tokens]: True for trained tokens. None: all tokens are trained."""
     sign: int
     """-1 for a rejected or undesirable answer, otherwise 1"""
+    images: Images = ()
+    """Images of the answer's user and tool messages. Positions count from the first token of the answer."""
 
 
 class ExampleSource(PromptSource):
@@ -78,8 +84,13 @@ class ExampleSource(PromptSource):
         kind: str,
         keep_suffix: bool = False,
         rows: list[Row] | None = None,
+        images: ImageReader | None = None,
     ):
         rows = load_rows(dataset, environments, split, seed) if rows is None else rows
+        if images is not None:
+            from gdpo_nemo.data.row_images import rows_with_images  # text-only runs do not need it
+
+            rows = rows_with_images(rows, dataset, split, images.limits, placeholder=images.placeholder, kind=kind)
         read = ExampleReader(split, kind, dataset.type, dataset.prompt_key)
         literal = isinstance(dataset.type, Mapping) or str(dataset.type).startswith(("chatml.", "llama3."))
         chat = False if literal else dataset.chat
@@ -96,8 +107,9 @@ class ExampleSource(PromptSource):
             seed=seed,
             max_prompt_tokens=max_prompt_tokens,
             rows=examples,
+            images=images,
         )
-        self._encode = _Encoder(tokenizer, split, dataset, kind, keep_suffix=keep_suffix)
+        self._encode = _Encoder(tokenizer, split, dataset, kind, keep_suffix=keep_suffix, images=images)
         limit = max_prompt_tokens + 1
         lengths = []
         fitting = []
@@ -155,12 +167,22 @@ def _as_messages(row: Row, use_template: bool) -> Row:
 
 
 class _Encoder:
-    """Tokenizes the answers of a prompt. For ``keep_suffix``, see ``ExampleSource``."""
+    """Tokenizes the answers of a prompt. For ``keep_suffix`` and ``images``, see ``ExampleSource``."""
 
-    def __init__(self, tokenizer: Tokenizer, split: str, dataset: DatasetConfig, kind: str, *, keep_suffix: bool):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        split: str,
+        dataset: DatasetConfig,
+        kind: str,
+        *,
+        keep_suffix: bool,
+        images: ImageReader | None,
+    ):
         self._tokenizer = tokenizer
         self._kind = kind
         self._keep_suffix = keep_suffix
+        self._images = images
         self._split = split
         self._train_on = dataset.train_on
         self._template_kwargs = dict(dataset.chat_template_kwargs)
@@ -169,7 +191,14 @@ class _Encoder:
         """Prompts that end before the beginning of a reply in the chat template, and the text that is left out."""
 
     def __call__(self, prompt: Prompt) -> Prompt:
-        found = [self._pieces(prompt, answer) for answer, _ in prompt.fields["answers"]]
+        found = []
+        later = []
+        for answer, _ in prompt.fields["answers"]:
+            images_of_answer: list[Image] = []
+            if not isinstance(answer, str):
+                answer, images_of_answer = without_images(_up_to_last_turn(answer))
+            found.append(self._pieces(prompt, answer))
+            later.append(images_of_answer)
         contexts = [self._context(prompt, before) for before, _ in found]
         common = len(os.path.commonprefix([context.tolist() for context in contexts]))
         if not common:
@@ -187,12 +216,40 @@ class _Encoder:
         text = min((before for before, _ in found), key=len)
         if len(text) < len(prompt.text) and prompt.text.startswith(text):
             self._shortened.append((prompt, prompt.text[len(text) :]))
+        token_ids = contexts[0][:untrained]
+        images: Images = ()
+        if self._images is not None:
+            token_ids, images, answers = self._placed(prompt, token_ids, answers, later)
         fields = {**prompt.fields, "answers": tuple(answers)}
-        return replace(prompt, text=text, token_ids=contexts[0][:untrained], fields=fields)
+        return replace(prompt, text=text, token_ids=token_ids, images=images, fields=fields)
+
+    def _placed(
+        self, prompt: Prompt, token_ids: np.ndarray, answers: Sequence[Answer], later: Sequence[Sequence[Image]]
+    ) -> tuple[np.ndarray, Images, list[Answer]]:
+        """Return the tokens of the prompt and of the answers with all placeholders, and the images of the prompt.
+
+        Args:
+            token_ids: tokens of the prompt, with one placeholder per image.
+            later: images of the messages of each answer.
+        """
+        assert self._images is not None
+        images = [placed.image for placed in prompt.images]
+        count = self._images.count(token_ids)
+        found = []
+        try:
+            placed_ids, in_prompt = self._images.place(token_ids, images[:count])
+            for answer, more in zip(answers, later):
+                ids, in_answer = self._images.place(answer.token_ids, [*images[count:], *more])
+                mask = _without_placeholders(answer, in_answer, self._images.is_placeholder(answer.token_ids))
+                found.append(Answer(ids, mask, answer.sign, in_answer))
+        except ValueError as error:
+            raise self._error(prompt, f"the rendered row has {error}") from None
+        return placed_ids, in_prompt, found
 
     def _context(self, prompt: Prompt, text: str) -> np.ndarray:
-        """Return the tokens of the text before an answer."""
-        return prompt.token_ids if text == prompt.text else np.array(self._tokens("", text), np.int32)
+        """Return the tokens of the text before an answer, with one placeholder per image."""
+        known = text == prompt.text and not prompt.images
+        return prompt.token_ids if known else np.array(self._tokens("", text), np.int32)
 
     def _answer(self, context: np.ndarray, before: str, pieces: str | Sequence[Piece], sign: int) -> Answer:
         """Tokenize an answer that follows the text ``before``.
@@ -307,3 +364,23 @@ class _Encoder:
 
     def _error(self, prompt: Prompt, what: str) -> ConfigError:
         return ConfigError(f"data.{self._split}: row {prompt.id}: {what}")
+
+
+def _up_to_last_turn(answer: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return the messages of an answer without those after the last assistant turn, which are not used."""
+    last = max(index for index, message in enumerate(answer) if message["role"] == "assistant")
+    return answer[: last + 1]
+
+
+def _without_placeholders(answer: Answer, images: Images, is_placeholder: np.ndarray) -> np.ndarray | None:
+    """Return the mask of an answer's tokens with all placeholders, which are not trained.
+
+    Args:
+        images: images of the answer with positions.
+        is_placeholder: bool [tokens of ``answer``], which have one placeholder per image.
+    """
+    if not images:
+        return answer.mask
+    repeats = np.ones(len(is_placeholder), np.int64)
+    repeats[is_placeholder] = [placed.tokens for placed in images]
+    return np.repeat(~is_placeholder if answer.mask is None else answer.mask & ~is_placeholder, repeats)

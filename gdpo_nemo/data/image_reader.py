@@ -15,7 +15,6 @@ from gdpo_nemo.data.images import Image, Images, read_image
 if TYPE_CHECKING:
     from gdpo_nemo.config.sections import ImagesConfig
     from gdpo_nemo.data.image_processor import ImageProcessor
-    from gdpo_nemo.data.tokenizer import Tokenizer
 
 
 class ImageReader:
@@ -26,10 +25,10 @@ class ImageReader:
     Args:
         limits: the section ``data.images``.
         model: Hugging Face folder of a model with a vision tower.
-        tokenizer: tokenizer of the model.
+        tokenizer: transformers tokenizer of the model.
     """
 
-    def __init__(self, limits: ImagesConfig, model: str | Path, tokenizer: Tokenizer):
+    def __init__(self, limits: ImagesConfig, model: str | Path, tokenizer: Any):
         self.limits = limits
         self._model = Path(model)
         token_id = read_model_config(self._model / "config.json")["image_token_id"]
@@ -48,6 +47,14 @@ class ImageReader:
         """Return an image as ``read_image`` does. Raises ValueError."""
         return read_image(value, self.limits, folder)
 
+    def is_placeholder(self, token_ids: np.ndarray) -> np.ndarray:
+        """Return which tokens are placeholders of images: bool [tokens]."""
+        return np.asarray(token_ids == self._token_id)
+
+    def count(self, token_ids: np.ndarray) -> int:
+        """Return the number of placeholders."""
+        return int(self.is_placeholder(token_ids).sum())
+
     def place(self, token_ids: np.ndarray, images: Sequence[Image]) -> tuple[np.ndarray, Images]:
         """Replace the placeholder of each image by all its placeholders.
 
@@ -60,7 +67,7 @@ class ImageReader:
         Raises:
             ValueError: if the numbers of placeholders and images differ.
         """
-        if not images and self._token_id not in token_ids:
+        if not images and not self.count(token_ids):
             return token_ids, ()
         return self.processor.place(token_ids, images)
 

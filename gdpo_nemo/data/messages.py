@@ -8,10 +8,11 @@ such values as Python's text, or drop them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from gdpo_nemo.data.images import Image
 from gdpo_nemo.data.replies import answer_of, parsed_arguments
 from gdpo_nemo.utils.files import check_pairs
 
@@ -27,19 +28,23 @@ _IMAGE_PARTS = ("image", "image_url", "input_image")
 _IMAGE_KEYS = ("image", "image_url", "url", "path", "base64")
 """Keys of an image in a content part."""
 
+IMAGES = ("image", "images", "image_url")
+"""Names of columns, and types of content parts, that contain images."""
+OTHER_MEDIA = ("video", "videos", "audio")
+"""Names of columns, and types of content parts, that contain neither text nor images."""
+
 
 def chat_messages(
-    messages: Sequence[Message], tools: Sequence[Tool] | None = None, images: list[Any] | None = None
+    messages: Sequence[Message], tools: Sequence[Tool] | None = None, images: bool = False
 ) -> list[dict[str, Any]]:
     """Return the messages with text as content, objects as arguments of tool calls, and without nulls.
 
     The role ``developer`` becomes ``system``. Content of a tool that is not text becomes JSON text. Content with images
-    becomes a list of the parts ``{"type": "image"}`` and ``{"type": "text", "text": ...}``.
+    becomes a list of the parts ``{"type": "image", "image": ...}`` and ``{"type": "text", "text": ...}``.
 
     Args:
         tools: result of ``tool_schemas``. A null argument remains if its schema accepts null.
-        images: list to which the images of the messages are appended in order, or None for a part without an image. If
-            the list is None, images are refused.
+        images: True to accept images. The value of a part whose image is in another column is None.
 
     Raises:
         ValueError: if a message contains content of another kind, or an invalid tool call. The error names the message.
@@ -60,15 +65,11 @@ def chat_messages(
     return found
 
 
-def plain_message(message: Message, images: list[Any] | None = None) -> dict[str, Any]:
+def plain_message(message: Message, images: bool = False) -> dict[str, Any]:
     """Return a message as ``chat_messages`` does, but with its tool calls unchanged. Raises ValueError."""
     plain = _given(message)
     content: Any = message.get("content")
-    if images is not None and _has_images(content):
-        plain["content"] = list(map(_part, content))
-        images += [image_in(part) for part in content if is_image(part)]
-    else:
-        plain["content"] = _text(message)
+    plain["content"] = list(map(_part, content)) if images and _has_images(content) else _text(message)
     if plain.get("role") == "developer":
         plain["role"] = "system"
     if not plain.get("tool_calls", True):
@@ -103,6 +104,42 @@ def is_image(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") in _IMAGE_PARTS
 
 
+def media_of(row: Mapping[str, Any], key: str, kinds: Sequence[str]) -> set[str]:
+    """Return the kinds of media in a row, in columns and in parts of the messages in column ``key``.
+
+    Images that were read (``rows_with_images``) are left out.
+    """
+    found = set()
+    for name in kinds:
+        value = row.get(name)
+        values = value if isinstance(value, list) else [value]
+        if name != key and value and not all(isinstance(one, Image) for one in values):
+            found.add(name)
+    for part in parts_of(row.get(key)):
+        if part.get("type") in kinds and not isinstance(part.get("image"), Image):
+            found.add(part["type"])
+    return found
+
+
+def messages_in(value: Any) -> list[Mapping[str, Any]]:
+    """Return the messages in a column, or no messages if it is not a conversation."""
+    return [message for message in value if isinstance(message, Mapping)] if isinstance(value, list) else []
+
+
+def parts_of(value: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the content parts of all messages in a column."""
+    for message in messages_in(value):
+        for part in content_parts(message):
+            if isinstance(part, Mapping):
+                yield part
+
+
+def content_parts(message: Message) -> Sequence[Any]:
+    """Return the parts of a message's content, or no parts if it is text."""
+    content = message.get("content")
+    return content if isinstance(content, (list, tuple)) else ()
+
+
 def image_in(part: Mapping[str, Any]) -> Any:
     """Return the image in a content part, in any form that ``read_image`` accepts. None if it is in another column."""
     return next((part[key] for key in _IMAGE_KEYS if part.get(key) is not None), None)
@@ -116,7 +153,22 @@ def _has_images(content: Any) -> bool:
 
 
 def _part(part: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "image"} if is_image(part) else {"type": "text", "text": part["text"]}
+    if not is_image(part):
+        return {"type": "text", "text": part["text"]}
+    return {"type": "image", "image": image_in(part)}
+
+
+def without_images(messages: Sequence[Message]) -> tuple[list[Message], list[Any]]:
+    """Return plain messages in which images are ``{"type": "image"}``, as templates expect, and the images in order."""
+    plain: list[Message] = []
+    images = []
+    for message in messages:
+        if not isinstance(message["content"], str):
+            parts = message["content"]
+            images += [part["image"] for part in parts if part["type"] == "image"]
+            message = {**message, "content": [{"type": "image"} if part["type"] == "image" else part for part in parts]}
+        plain.append(message)
+    return plain, images
 
 
 def texts_in(content: str | Sequence[Mapping[str, Any]]) -> list[str]:

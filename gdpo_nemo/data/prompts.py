@@ -8,25 +8,37 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from gdpo_nemo.config.schema import DatasetConfig
-from gdpo_nemo.data.messages import chat_messages, clean_columns, lost_message, lost_text, rendered
+from gdpo_nemo.data.images import Image, Images
+from gdpo_nemo.data.messages import (
+    IMAGES,
+    OTHER_MEDIA,
+    chat_messages,
+    clean_columns,
+    lost_message,
+    lost_text,
+    media_of,
+    rendered,
+    without_images,
+)
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.rows import PROMPT_KEYS, Row, environment_of, environment_of_row, load_rows
 from gdpo_nemo.utils.errors import ConfigError, first_line, nearest
 from gdpo_nemo.utils.progress import uncollected
 
 if TYPE_CHECKING:
+    from gdpo_nemo.data.image_reader import ImageReader
     from gdpo_nemo.data.tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
-_NOT_TEXT = ("image", "images", "image_url", "video", "videos", "audio")
+_NOT_TEXT = (*IMAGES, *OTHER_MEDIA)
 """Names of columns, and types of message parts, that contain media instead of text."""
 
 
@@ -50,6 +62,7 @@ class PromptSource:
         seed: random seed for the order, and for rows that an environment generates.
         max_prompt_tokens: maximum number of tokens in a prompt. Longer prompts are skipped and listed in ``refused``.
         rows: rows of the split, already loaded; None to load them with ``load_rows``.
+        images: reader of the rows' images (None if the model has no vision tower).
 
     Raises:
         ConfigError: if the rows, their prompts or the chat template are invalid, or if all prompts are too long.
@@ -68,6 +81,7 @@ class PromptSource:
         seed: int,
         max_prompt_tokens: int,
         rows: list[Row] | None = None,
+        images: ImageReader | None = None,
     ):
         self.environment = environment_of(dataset, environments, split)
         self._split = split
@@ -76,10 +90,15 @@ class PromptSource:
         self._max_prompt_tokens = max_prompt_tokens
         self._environments = environments
         self._tokenizer = tokenizer
+        self._images = images
         self.refused: list[RefusedPrompt] = []
         """Rows that are skipped because of their length."""
         self._prompts: Sequence[Prompt] = []
         rows = load_rows(dataset, environments, split, seed) if rows is None else rows
+        if images is not None and dataset.strided is None:
+            from gdpo_nemo.data.row_images import rows_with_images  # text-only runs do not need it
+
+            rows = rows_with_images(rows, dataset, split, images.limits, placeholder=images.placeholder)
         verifiers = [environment_of_row(row, dataset, environments, split, index) for index, row in enumerate(rows)]
         texts = self._read(rows, verifiers, dataset)
         self.fingerprint = _fingerprint(rows, texts, self.environment)
@@ -89,27 +108,26 @@ class PromptSource:
         ``data.mix`` may be in different epochs."""
 
     def _read(self, rows: list[Row], verifiers: Sequence[str], dataset: DatasetConfig) -> list[str]:
-        """Fill ``_prompts`` and ``refused``. Return the prompt text of every row, including skipped rows."""
+        """Fill ``_prompts`` and ``refused``. Return the prompt text of every row, including skipped rows, followed by
+        the hashes of its images."""
         split = self._split
         render = _Renderer(dataset, self._environments, self._tokenizer, split)
         rows = [_cleaned(row, split, index) for index, row in enumerate(rows)]
         prompts = [render(index, row, verifier) for index, (row, verifier) in enumerate(zip(rows, verifiers))]
-        texts = []
-        from_template = []
-        for text, messages in prompts:
-            texts.append(text)
-            from_template.append(render.chat or messages is not None)
+        texts = [prompt.text for prompt in prompts]
+        from_template = [render.chat or prompt.messages is not None for prompt in prompts]
         with uncollected():  # tokenization creates a few permanent objects per row
             token_ids = tokenise(self._tokenizer, texts, from_template)
             if [] in token_ids:
                 raise ConfigError(f"data.{split}: row {token_ids.index([])}: the prompt has no tokens")
             fitting = []
-            for row, (text, messages), ids, verifier in zip(rows, prompts, token_ids, verifiers):
-                if len(ids) > self._max_prompt_tokens:
-                    self.refused.append(RefusedPrompt(row["id"], len(ids)))
+            for index, (row, prompt, ids, verifier) in enumerate(zip(rows, prompts, token_ids, verifiers)):
+                tokens, images = self._placed(index, np.asarray(ids, dtype=np.int32), prompt.images)
+                if len(tokens) > self._max_prompt_tokens:
+                    self.refused.append(RefusedPrompt(row["id"], len(tokens)))
                     continue
                 fields = {name: value for name, value in row.items() if name not in (render.key, "id")}
-                fitting.append(Prompt(row["id"], np.asarray(ids, dtype=np.int32), text, verifier, fields, messages))
+                fitting.append(Prompt(row["id"], tokens, prompt.text, verifier, fields, prompt.messages, images))
         self._prompts = fitting
         if not fitting:
             shortest = min(refused.tokens for refused in self.refused)
@@ -117,7 +135,16 @@ class PromptSource:
                 f"data.{split}: all {len(rows)} prompts are longer than {self._max_prompt_tokens} tokens "
                 f"(the shortest has {shortest}); raise policy.max_total_sequence_length"
             )
-        return texts
+        return list(map(_identity, prompts))
+
+    def _placed(self, index: int, token_ids: np.ndarray, images: Sequence[Image]) -> tuple[np.ndarray, Images]:
+        """Return the tokens of row ``index`` with all placeholders of its images, and the images with positions."""
+        if self._images is None:
+            return token_ids, ()
+        try:
+            return self._images.place(token_ids, images)
+        except ValueError as error:
+            raise ConfigError(f"data.{self._split}: row {index}: the rendered prompt has {error}") from None
 
     def __len__(self) -> int:
         """Return the number of prompts in one epoch. Skipped prompts are not counted."""
@@ -199,7 +226,7 @@ class _PromptColumn:
 
     def __call__(self, index: int, row: Row) -> str | Messages:
         value = self._value(index, row)
-        self._check_text_only(index, row, value)
+        self._check_media(index, row)
         if isinstance(value, str):
             return value
         if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
@@ -209,7 +236,7 @@ class _PromptColumn:
         if value[-1]["role"] == "assistant":
             raise self.error(index, f"{self.key!r} must not end with an assistant turn")
         try:
-            return chat_messages(value, row.get("tools"))
+            return chat_messages(value, row.get("tools"), images=True)
         except ValueError as error:
             raise self.error(index, f"{self.key!r}: {error}") from None
 
@@ -229,19 +256,29 @@ class _PromptColumn:
             raise self.error(index, f"the column {self.key!r} is empty")
         return row[self.key]
 
-    def _check_text_only(self, index: int, row: Row, value: Any) -> None:
-        """Refuse a row with images, video or audio, in columns as in TRL or in parts of messages."""
-        kinds = {name for name in _NOT_TEXT if name != self.key and row.get(name)}
-        for message in value if isinstance(value, list) else ():
-            content = message.get("content") if isinstance(message, Mapping) else None
-            for part in content if isinstance(content, list) else ():
-                if isinstance(part, Mapping) and part.get("type") in _NOT_TEXT:
-                    kinds.add(part["type"])
-        if kinds:
+    def _check_media(self, index: int, row: Row) -> None:
+        """Refuse a row with video, audio, or images that were not read, in columns as in TRL or in messages."""
+        if kinds := media_of(row, self.key, _NOT_TEXT):
             raise self.error(index, f"contains {' and '.join(sorted(kinds))}, but only text is supported")
 
     def error(self, index: int, what: str) -> ConfigError:
         return ConfigError(f"data.{self._split}: row {index}: {what}")
+
+
+class _Rendered(NamedTuple):
+    """Prompt of a row."""
+
+    text: str
+    """Text with one placeholder per image."""
+    messages: Messages | None
+    """Chat messages, whose images are ``{"type": "image"}`` (None if the prompt is not a conversation)."""
+    images: Sequence[Image]
+    """Images in the order of their placeholders."""
+
+
+def _identity(prompt: _Rendered) -> str:
+    """Return the prompt's text, followed by the hashes of its images."""
+    return " ".join([prompt.text, *(image.sha256 for image in prompt.images)])
 
 
 class _Renderer:
@@ -271,7 +308,7 @@ class _Renderer:
         """Column of the prompt, which is known after the first row is rendered."""
         return self._prompt.key
 
-    def __call__(self, index: int, row: Row, environment: str) -> tuple[str, Messages | None]:
+    def __call__(self, index: int, row: Row, environment: str) -> _Rendered:
         self._system = (
             self._environment_system.get(environment) if self._dataset_system is None else self._dataset_system
         )
@@ -285,14 +322,14 @@ class _Renderer:
             plain = f"{self._system}\n\n{value}" if self._system else value
             if environment in self._offering:
                 raise ConfigError(f"env.{environment}: tools require a chat template and data.{self._split}.chat")
-            return (self._rendered(index, messages, row) if self.chat else plain), None
-        conversation = self._messages(index, value)
+            return _Rendered(self._rendered(index, messages, row) if self.chat else plain, None, ())
+        conversation, images = without_images(self._messages(index, value))
         text = self._rendered(index, conversation, row, **({"tools": tools} if tools else {}))
         if environment in self._unchecked:
             self._unchecked.remove(environment)  # a check of one row is sufficient
             if text == self._rendered(index, conversation, row):
                 raise ConfigError(f"env.{environment}: the tokenizer's chat template does not show tools to the model")
-        return text, conversation
+        return _Rendered(text, conversation, images)
 
     def _messages(self, index: int, value: Messages) -> Messages:
         """Return the row's messages with a system message. If the row has a system message, only a system message in
@@ -302,7 +339,7 @@ class _Renderer:
                 index, f"{self.key!r} contains messages, which require a chat template; the tokenizer has none"
             )
         if self._template is not None:
-            value = [*value[:-1], {**value[-1], "content": self._apply_template(value[-1]["content"])}]
+            value = [*value[:-1], _with_last_text(value[-1], self._apply_template)]
         if value[0]["role"] != "system":
             return [*self._system_message(), *value]
         return value if self._dataset_system is None else [*self._system_message(), *value[1:]]
@@ -326,6 +363,18 @@ class _Renderer:
             inserted = len(messages) - (1 if isinstance(value, str) else len(value))
             raise self._prompt.error(index, f"{self.key!r}: {lost_text(messages, lost, inserted)}")
         return text
+
+
+def _with_last_text(message: Mapping[str, Any], change: Callable[[str], str]) -> Mapping[str, Any]:
+    """Return a message with its text changed, or the last of its texts if it contains images."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": change(content)}
+    last = max((index for index, part in enumerate(content) if part["type"] == "text"), default=None)
+    if last is None:
+        return {**message, "content": [*content, {"type": "text", "text": change("")}]}
+    text = {"type": "text", "text": change(content[last]["text"])}
+    return {**message, "content": [*content[:last], text, *content[last + 1 :]]}
 
 
 def tokenise(tokenizer: Tokenizer, texts: list[str], rendered: list[bool]) -> list[list[int]]:

@@ -40,13 +40,15 @@ class Prompt:
     token_ids: np.ndarray
     """int32 [prompt tokens]"""
     text: str
-    """Rendered prompt, for logs and reward functions."""
+    """Rendered prompt with one placeholder per image, for logs and reward functions."""
     environment: str
     """Name of the environment that verifies the completions (empty if nothing is sampled)."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """Other columns of the row, which are passed to reward functions."""
-    messages: Sequence[Mapping[str, str]] | None = None
-    """Chat messages of the prompt (None if the prompt is not a conversation)."""
+    """Other columns of the row, which are passed to reward functions. Images are ``Image`` objects."""
+    messages: Sequence[Mapping[str, Any]] | None = None
+    """Chat messages of the prompt (None if the prompt is not a conversation). The content of a message is text. If it
+    contains images, it is a list of the parts ``{"type": "image"}``, in the order of ``images``, and
+    ``{"type": "text", "text": ...}``."""
     images: Images = ()
     """Images of the prompt. ``token_ids`` contains all placeholders of each image."""
     answer_ids: np.ndarray | None = None

@@ -1,4 +1,4 @@
-"""Loading of tokenizers, and checks of their chat templates."""
+"""Loading of tokenizers and of readers of images, and checks of chat templates."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
-from gdpo_nemo.config.model_checks import TOKENIZER_FILES
-from gdpo_nemo.config.sections import PolicyConfig
+from gdpo_nemo.config.model_checks import TOKENIZER_FILES, read_model_config
+from gdpo_nemo.config.sections import ImagesConfig, PolicyConfig
 from gdpo_nemo.data.chat_templates import TemplateTooLarge, bound_templates, limited
+from gdpo_nemo.models.family_checks import describe
 from gdpo_nemo.utils.errors import ConfigError, first_line
 from gdpo_nemo.utils.files import parse_json, read_text
 from gdpo_nemo.utils.progress import import_transformers
+
+if TYPE_CHECKING:
+    from gdpo_nemo.data.image_reader import ImageReader
 
 _QWEN = ("transformers.models.qwen2.tokenization_qwen2", "Qwen2Tokenizer")
 _CLASSES = {
@@ -126,6 +130,22 @@ def load_tokenizer(policy: PolicyConfig | None, folder: str | Path, date: str | 
         arguments = {CURRENT_TIME: datetime.fromisoformat(date).strftime}
         dated.apply_chat_template = partial(dated.apply_chat_template, **arguments)
     return tokenizer
+
+
+def load_image_reader(limits: ImagesConfig, model: str | Path, tokenizer: Tokenizer) -> ImageReader | None:
+    """Return the reader of images for the model in a Hugging Face folder, or None if it has no vision tower.
+
+    Args:
+        limits: the section ``data.images``.
+
+    Raises:
+        ConfigError: if config.json is invalid, or the model is not supported.
+    """
+    if describe(read_model_config(Path(model) / "config.json")).tower is None:
+        return None
+    from gdpo_nemo.data.image_reader import ImageReader  # text-only runs do not need it
+
+    return ImageReader(limits, model, tokenizer)
 
 
 _CONTEXT = 64

@@ -28,7 +28,7 @@ from gdpo_nemo.data.examples import source_of
 from gdpo_nemo.data.mix import check_mix
 from gdpo_nemo.data.prompts import PromptSource
 from gdpo_nemo.data.records import Prompt
-from gdpo_nemo.data.tokenizer import Tokenizer, check_same_tokens, check_vocabulary, load_tokenizer
+from gdpo_nemo.data.tokenizer import Tokenizer, check_same_tokens, check_vocabulary, load_image_reader, load_tokenizer
 from gdpo_nemo.environments.registry import check_rewards, load_environments
 from gdpo_nemo.models.family_checks import describe
 from gdpo_nemo.models.peft import read_peft_adapter
@@ -106,7 +106,10 @@ def read_inputs(resolved: Resolved, splits: Sequence[str]) -> Inputs:
         rollout_methods(config)
     with phase("data"):
         make_source = partial(
-            source_of(resolved.algorithm), seed=config.run.seed, max_prompt_tokens=max_prompt_tokens(config.policy)
+            source_of(resolved.algorithm),
+            seed=config.run.seed,
+            max_prompt_tokens=max_prompt_tokens(config.policy),
+            images=load_image_reader(config.data.images, folder, tokenizer),
         )
         sources = {}
         for split in splits:

@@ -18,6 +18,7 @@ from gdpo_nemo.algorithms import LossSettings, token_weights
 from gdpo_nemo.algorithms.losses import TOKEN_INPUTS
 from gdpo_nemo.algorithms.preference_objectives import PREFERENCES, PreferenceSettings, PreferenceUpdate
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.data.images import Images, moved
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import Prompt, UpdateResult
 from gdpo_nemo.rollouts.metrics import update_metrics
@@ -220,19 +221,27 @@ def _mismatched(update: Sequence[TrainSequence]) -> list[TrainSequence]:
     prompt is repeated, this is TRL's shift by one row. Rows that still get an answer to their own prompt are left out.
     This happens only if one prompt has more than half of the rows.
     """
-    by_prompt: dict[bytes, list[TrainSequence]] = {}
+    by_prompt: dict[tuple[bytes, Images], list[TrainSequence]] = {}
     for sequence in update:
-        by_prompt.setdefault(sequence.prompt_ids.tobytes(), []).append(sequence)
+        by_prompt.setdefault(_prompt_of(sequence), []).append(sequence)
     rows = list(chain.from_iterable(by_prompt.values()))
     largest = max(map(len, by_prompt.values()))
     answers = rows[-largest:] + rows[:-largest]
     found = []
     for s, other in zip(rows, answers, strict=True):
-        if not np.array_equal(s.prompt_ids, other.prompt_ids):
-            found.append(
-                TrainSequence(s.prompt_ids, other.completion_ids, other.sampler_logprobs, loss_mask=other.loss_mask)
-            )
+        if _prompt_of(s) != _prompt_of(other):
+            prompt, answered = len(s.prompt_ids), len(other.prompt_ids)
+            in_answer = tuple(placed for placed in other.images if placed.start >= answered)
+            images = _prompt_of(s)[1] + moved(in_answer, prompt - answered)
+            pair = TrainSequence(s.prompt_ids, other.completion_ids, other.sampler_logprobs, loss_mask=other.loss_mask)
+            found.append(replace(pair, images=images))
     return found
+
+
+def _prompt_of(sequence: TrainSequence) -> tuple[bytes, Images]:
+    """Return the tokens and the images of a sequence's prompt, which are equal only for equal prompts."""
+    images = tuple(placed for placed in sequence.images if placed.start < len(sequence.prompt_ids))
+    return sequence.prompt_ids.tobytes(), images
 
 
 def _scored(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
@@ -253,7 +262,9 @@ def sequences_of(prompts: Sequence[Prompt]) -> list[TrainSequence]:
     for prompt in prompts:
         for answer in prompt.fields["answers"]:
             unknown = np.full(len(answer.token_ids), np.nan, np.float32)
-            found.append(TrainSequence(prompt.token_ids, answer.token_ids, unknown, weight=1.0, loss_mask=answer.mask))
+            sequence = TrainSequence(prompt.token_ids, answer.token_ids, unknown, weight=1.0, loss_mask=answer.mask)
+            sequence.images = prompt.images + moved(answer.images, len(prompt.token_ids))
+            found.append(sequence)
     return found
 
 

@@ -231,21 +231,24 @@ def _rows(config: Config, name: str, environment: Any, split: str, dataset: Any,
     if dataset.environment_key is None:
         own_dataset = replace(dataset, environment=name, size=count if dataset.path is None else dataset.size)
         rows = load_rows(own_dataset, {name: environment}, split, config.run.seed)
-        _check_prompts(rows, own_dataset, split)
+        rows = _checked(rows, own_dataset, split, config)
         return _spread_over_servers(rows, environment, count)
     environments = load_environments(config.env)
     rows = load_rows(dataset, environments, split, config.run.seed)
-    _check_prompts(rows, dataset, split)
+    rows = _checked(rows, dataset, split, config)
     names = [environment_of_row(row, dataset, environments, split, index) for index, row in enumerate(rows)]
     return _spread_over_servers([row for row, verifier in zip(rows, names) if verifier == name], environment, count)
 
 
-def _check_prompts(rows: list[dict[str, Any]], dataset: Any, split: str) -> None:
-    """Raise ConfigError if a run would refuse a prompt."""
+def _checked(rows: list[dict[str, Any]], dataset: Any, split: str, config: Config) -> list[dict[str, Any]]:
+    """Return the rows with their images read. Raise ConfigError if a run would refuse a prompt."""
     from gdpo_nemo.data.prompts import check_prompts
+    from gdpo_nemo.data.row_images import rows_with_images
 
     if dataset.strided is None:
+        rows = rows_with_images(rows, dataset, split, config.data.images)
         check_prompts(rows, dataset, split)
+    return rows
 
 
 def _spread_over_servers(rows: list[dict[str, Any]], environment: Any, count: int) -> list[dict[str, Any]]:
