@@ -28,12 +28,15 @@ WORDS = {
 }
 """Right words of an answer by component, in the order of the answer."""
 
+RGB = dict(zip(WORDS["colour"], ((220, 40, 40), (40, 160, 60), (50, 80, 220), (230, 200, 40))))
+"""RGB values of the dots by colour."""
+
 _QUARTER = 32
 """Width and height of a quarter of the image in pixels, which is one image token of the demo's model."""
+_CELL = _QUARTER // 2
 _RADIUS = 6
 _GREY = (192, 192, 192)
 """Background. A short warm-up learns the places slowly on a white background, and the counts slowly on a dark one."""
-_RGB = ((220, 40, 40), (40, 160, 60), (50, 80, 220), (230, 200, 40))
 
 
 class ColouredDots(Environment):
@@ -85,24 +88,20 @@ def right_answer(row: Mapping[str, Any]) -> str:
 
 
 def _row(rng: random.Random, row_id: str) -> dict[str, Any]:
-    count, colour, place = (rng.randrange(len(words)) for words in WORDS.values())
-    labels = {name: words[index] for (name, words), index in zip(WORDS.items(), (count, colour, place))}
-    return {"id": row_id, "prompt": QUESTION, "image": _draw(rng, count + 1, _RGB[colour], place), **labels}
+    labels = {name: rng.choice(words) for name, words in WORDS.items()}
+    return {"id": row_id, "prompt": QUESTION, "image": _draw(rng, **labels), **labels}
 
 
-def _draw(rng: random.Random, count: int, colour: tuple[int, int, int], place: int) -> Image:
+def _draw(rng: random.Random, count: str, colour: str, place: str) -> Image:
     """Return an RGB image. Each dot lies in a different quarter of the place, near its centre."""
     from PIL import Image, ImageDraw
 
     image = Image.new("RGB", (2 * _QUARTER, 2 * _QUARTER), _GREY)
     drawing = ImageDraw.Draw(image)
-    cell = _QUARTER // 2
-    below, right = divmod(place, 2)
-    for index in rng.sample(range(4), count):
+    below, right = divmod(WORDS["place"].index(place), 2)
+    for index in rng.sample(range(4), WORDS["count"].index(count) + 1):
         row, column = divmod(index, 2)
-        x, y = (
-            start + cell // 2 + rng.randint(-1, 1)
-            for start in (right * _QUARTER + column * cell, below * _QUARTER + row * cell)
-        )
-        drawing.ellipse((x - _RADIUS, y - _RADIUS, x + _RADIUS, y + _RADIUS), fill=colour)
+        x = right * _QUARTER + column * _CELL + _CELL // 2 + rng.randint(-1, 1)
+        y = below * _QUARTER + row * _CELL + _CELL // 2 + rng.randint(-1, 1)
+        drawing.ellipse((x - _RADIUS, y - _RADIUS, x + _RADIUS, y + _RADIUS), fill=RGB[colour])
     return image
