@@ -164,3 +164,11 @@ def test_gsm8k_rows_have_a_completion_in_the_strict_format():
     row = row_formats.gsm8k({"question": "2+998?", "answer": "Add: <<2+998=1000>>1000\n#### 1,000"})
     assert [message["role"] for message in row["prompt"]] == ["system", "user"]
     assert row["completion"] == "<think>Add: <<2+998=1000>>1000</think>\n<answer>1000</answer>"
+
+
+def test_rows_of_image_datasets_become_prompts_with_answers():
+    row = {"image": b"", "problem": "How many?", "solution": "so <answer> 3 </answer>"}
+    assert row_formats.clevr(row) == {"prompt": "How many?", "answer": "3"}
+    assert row_formats.clevr({**row, "solution": " 3\n"})["answer"] == "3"
+    row = {"images": ["first", "second"], "problem": "<image>Find x.", "answer": 7}
+    assert row_formats.geometry3k(row) == {"prompt": "Find x.", "images": ["first"], "answer": "7"}

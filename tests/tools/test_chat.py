@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from concurrent.futures import Future
 from pathlib import Path
@@ -12,8 +13,10 @@ import bad_input
 import numpy as np
 import pytest
 import torch
+from image_samples import FIRST, SECOND
 
 from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.sections import ImagesConfig
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory
 from gdpo_nemo.data.tokenizer import load_tokenizer
 from gdpo_nemo.generation.requests import Completion, SampleRequest
@@ -23,6 +26,7 @@ from gdpo_nemo.tools.chat.speakers import (
     Question,
     Reply,
     RunRows,
+    Speaker,
     on_this_machine,
     read_source,
     rewards_line,
@@ -180,6 +184,68 @@ def reply(text: str, reason: str = "stop") -> Reply:
     found = begun(speaker)
     speaker.says(text, reason)
     return found
+
+
+class Looking(Speaking):
+    """A model that reads images, and replies at once."""
+
+    limits = ImagesConfig()
+    check_reads_images = Speaker.check_reads_images
+    images = conversation = SimpleNamespace(chat=True)
+    fleet = SimpleNamespace(take_events=list)
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+        self.dialogue.reset = lambda: None
+
+    def question(self, asked, seed):
+        self.asked.append(asked)
+        return Question(asked, SampleRequest(np.array([1], np.int32), seed), 0)
+
+    def ask(self, question):
+        self.answer = Future()
+        self.says("yes")
+        return Reply(self, question)
+
+
+def test_images_belong_to_the_next_question_only(tmp_path, capsys):
+    (tmp_path / "a picture.png").write_bytes(FIRST.data)
+    (tmp_path / "b.jpg").write_bytes(SECOND.data)
+    speakers = [Looking(), Looking()]
+    chat = command.Chat(speakers, RunRows(None), JsonLines(), 0)
+    chat.answer(iter([f"/image {tmp_path}/a picture.png\n", f"/image {tmp_path}/b.jpg", "what?", "why?"]))
+    chat.answer(iter([f"/image {tmp_path}/b.jpg", "/reset", "how?"]))
+    shown = capsys.readouterr()
+    labels = [f"[image 64×48 {FIRST.sha256[:4]}…]", f"[image 32×200 {SECOND.sha256[:4]}…]"]
+    assert [json.loads(line)["prompt"] for line in shown.out.splitlines()] == [
+        " ".join([*labels, "what?"]),
+        "why?",
+        "how?",
+    ]
+    assert shown.err.splitlines()[0] == f"{labels[0]} is part of the next question"
+    for speaker in speakers:
+        first, *later = speaker.asked
+        *images, text = first["content"]
+        assert [part["image"] for part in images] == [FIRST, SECOND] and text == {"type": "text", "text": "what?"}
+        assert later == ["why?", "how?"]
+
+
+def test_image_that_cannot_be_read_is_named_in_one_line(tmp_path, monkeypatch):
+    chat = command.Chat([Looking()], RunRows(None), JsonLines(), 0)
+    (tmp_path / "text.png").write_text("no image")
+    monkeypatch.chdir(tmp_path)
+    for path, problem in (
+        ("", "expected /image PATH"),
+        ("gone.png", "gone.png cannot be read (No such file"),
+        (".", ". cannot be read (Is a directory"),
+        ("text.png", "text.png is not an image"),
+    ):
+        with pytest.raises(ConfigError, match=f"^/image: {re.escape(problem)}"):
+            chat.answer(iter([f"/image {path}"]))
+    monkeypatch.setattr(Looking, "images", None)
+    with pytest.raises(ConfigError, match="^/image: m has no vision tower that reads images"):
+        chat.answer(iter(["/image text.png"]))
 
 
 def test_half_a_character_is_not_shown_before_its_other_half():

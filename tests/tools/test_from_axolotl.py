@@ -305,6 +305,34 @@ def test_adapters_have_the_rank_alpha_and_layers_of_axolotl(translated):
     assert "router" in some.differences["lora_target_modules"]
 
 
+TEXT_MODEL = r"model.language_model.layers.[\d]+.(mlp|cross_attn|self_attn).(up|down|gate|q|k|v|o)_proj"
+
+
+@pytest.mark.parametrize(
+    "keys, train, differences",
+    [
+        ({}, True, set()),
+        ({"freeze_mm_modules": True}, False, set()),
+        ({"adapter": "lora", "lora_target_modules": TEXT_MODEL}, False, set()),
+        ({"adapter": "lora", "lora_target_modules": ["q_proj", "up_proj"]}, False, {"lora_target_modules"}),
+        ({"image_size": 512}, True, {"image_size"}),
+    ],
+)
+def test_configs_with_images_train_the_parameters_of_axolotl(keys, train, differences, translated):
+    made = translated(SFT, base_model="Qwen/Qwen2.5-VL-7B-Instruct", processor_type="AutoProcessor", **keys)
+    assert made.blockers == {} and set(made.differences) == {"sequence_len"} | differences
+    assert made.content["policy"].get("vision", {}).get("train", False) is train
+    layers = made.content["policy"].get("lora", {}).get("target_modules", ())
+    assert "adapter" not in keys or len(layers) == (7 if keys["lora_target_modules"] == TEXT_MODEL else 2)
+
+
+@pytest.mark.parametrize(
+    "model, key", [("Qwen/Qwen3.5-9B", "processor_type"), ("HuggingFaceTB/SmolVLM2-2.2B", "base_model")]
+)
+def test_configs_with_images_cannot_run_with_another_model(model, key, translated):
+    assert list(translated(SFT, base_model=model, processor_type="AutoProcessor").blockers) == [key]
+
+
 @pytest.mark.parametrize(
     "keys, name",
     [

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import re
 from pathlib import Path
 
+import datasets
 import pytest
 import yaml
+from PIL import Image as PillowImage
 
 from gdpo_nemo.commands import cli
 from gdpo_nemo.config.load import load_config
+from gdpo_nemo.data.images import read_image
 from gdpo_nemo.data.rows import load_rows
 from gdpo_nemo.environments.registry import load_environment, load_environments
 from gdpo_nemo.rollouts.trl_functions import load_rollout_function
@@ -207,6 +211,44 @@ def ask(row):
     assert translation.status == SAME and config.data.train.path == "ours_rows.py:train_rows"
     [row] = load_rows(config.data.train, load_environments(config.env), "train", 0)
     assert row["prompt"][0]["content"] == "Be short." and row["question"] == "q"
+
+
+def test_images_of_a_script_are_filtered_and_converted_by_its_code(folder):
+    """The transforms of TRL's grpo_vlm.py."""
+    rows = []
+    for size, mode in ((64, "L"), (512, "RGB"), (56, "RGB")):
+        encoded = io.BytesIO()
+        PillowImage.new(mode, (size, 64)).save(encoded, "PNG")
+        rows.append({"image": {"bytes": encoded.getvalue(), "path": None}, "problem": f"{size}?"})
+    features = datasets.Features({"image": datasets.Image(), "problem": datasets.Value("string")})
+    datasets.Dataset.from_list(rows, features=features).to_parquet("rows.parquet")
+    before = """
+data = load_dataset("parquet", data_files="rows.parquet", split="train")
+
+def ask(example):
+    return {"prompt": [{"role": "user", "content": example["problem"]}]}
+
+def is_small(example):
+    image = example["image"]
+    return image.size[0] < 512 and image.size[1] < 512
+
+def convert_to_rgb(example):
+    image = example["image"]
+    if image.mode != "RGB":
+        image = image.convert("RGB")
+    example["image"] = image
+    return example
+"""
+    trainer = 'model="Qwen/Qwen2.5-VL-3B-Instruct", reward_funcs=short'
+    code = "data.map(ask).filter(is_small).map(convert_to_rgb)"
+    translation, config = ours(folder, trainer=trainer, before=before, data=code)
+    assert translation.status == SAME and config.data.train.path == "ours_rows.py:train_rows"
+    found = load_rows(config.data.train, load_environments(config.env), "train", 0)
+    images = [read_image(row["image"], config.data.images) for row in found]
+    assert [(image.width, row["prompt"][0]["content"]) for image, row in zip(images, found)] == [
+        (64, "64?"),
+        (56, "56?"),
+    ]
 
 
 @pytest.mark.parametrize(

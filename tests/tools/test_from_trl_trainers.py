@@ -215,8 +215,29 @@ def test_a_quantised_model_cannot_run_and_a_dequantised_one_can(folder):
         ("def ask(image):\n    return [{'type': 'image', 'image': image}]\n", "messages with an image"),
     ],
 )
-def test_a_script_that_reads_images_cannot_run(folder, before, seen):
+def test_a_script_that_reads_images_cannot_run_with_a_text_model(folder, before, seen):
     assert seen in ours(folder, "RLOOTrainer", before=before)[0].blockers["images"]
+
+
+LOOK = "def ask(image):\n    return [{'type': 'image', 'image': image}]\n"
+
+
+@pytest.mark.parametrize(
+    "trainer, more, train, differences",
+    [
+        ("RLOOTrainer", "", True, set()),
+        ("RLOOTrainer", ", peft_config=LoraConfig(target_modules=['q_proj', 'v_proj'])", False, set()),
+        ("DPOTrainer", ", peft_config=LoraConfig(target_modules='all-linear')", False,
+         {"peft_config.target_modules", "max_length"}),
+        ("SFTTrainer", "", True, {"max_length"}),
+    ],
+)  # fmt: skip
+def test_a_script_that_reads_images_runs_with_a_model_of_images(folder, trainer, more, train, differences, monkeypatch):
+    """PEFT's all-linear includes the layers of the tower."""
+    monkeypatch.setattr(f"{__name__}.MODEL", "Qwen/Qwen2.5-VL-3B-Instruct")
+    translation, config = ours(folder, trainer, more=more, before=LOOK)
+    assert translation.blockers == {} and set(translation.differences) == differences
+    assert config.policy.vision.train is train
 
 
 @pytest.mark.parametrize("model", ["HuggingFaceTB/SmolLM2-135M-Instruct", "unsloth/Qwen3-4B", "anyone/model-of-mine"])

@@ -47,6 +47,7 @@ STATUS = {
     "gym": CANNOT_RUN,
     "gym_weights": CANNOT_RUN,
     "puzzle": CANNOT_RUN,
+    "images": DIFFERS,
     "images_sglang": CANNOT_RUN,
 }
 
@@ -56,15 +57,17 @@ DIFFERENCES = {
     "kernels": {"policy.generation.vllm_cfg.env_vars.VLLM_USE_FLASHINFER_MOE_FP16"},
     "ppo": {"value", "ppo.adv_estimator.gae_lambda_value"},  # all keys of the value model are one difference
     "distillation": {"loss_fn", "distillation.num_generations_per_prompt"},
+    "images": {"groups"},  # prompts of equal tokens with different images
 }
 
 BLOCKERS = {
     "gym": {"env.nemo_gym"},
     "gym_weights": {"env.nemo_gym"},
     "puzzle": {"env.sliding_puzzle_game"},
-    "images_sglang": {"data.default.processor", "env.clevr-cogent", "policy.model_name", "policy.generation.backend"},
+    "images_sglang": {"env.clevr-cogent", "policy.generation.backend"},
 }
 
+VISION = "gdpo_nemo.environments.tasks.vision_rewards"
 M = "policy.megatron_cfg"
 S = "policy.megatron_cfg.scheduler"
 VALUES = {
@@ -270,6 +273,20 @@ VALUES = {
         "gdpo.val_generations_per_prompt": 16,
     },
     "gdpo_without_deviation": {"gdpo.preset": "nemo_rl", "gdpo.options": {"scale_rewards": "none"}},
+    "images": {
+        "gdpo.rewards": {"exact_alnum": 0.8, "format": 0.2},
+        "env": {"functions": {"functions": {"exact_alnum": f"{VISION}.same_text", "format": f"{VISION}.has_tags"}}},
+        "gdpo.group_by": "row",
+        "checkpointing.metric_name": "validation/exact_alnum",
+        # clevr.py: each split is a dataset.
+        "data.train.path": "MMInstruction/Clevr_CoGenT_TrainA_70K_Complex",
+        "data.validation.path": "MMInstruction/Clevr_CoGenT_ValA",
+        "data.validation.split": "train",
+        "data.train.type": "gdpo_nemo.data.row_formats:clevr",
+        "data.images.max_per_prompt": 1,
+        # Bridge's Qwen25VLModelProvider trains everything without freeze_config.
+        "policy.vision.train": True,
+    },
 }
 
 
@@ -428,6 +445,68 @@ def test_silently_changed_keys_have_their_meaning_or_are_named(tmp_path, base, c
     )
 
 
+GEOMETRY = """
+data:
+  _override_: true
+  train: {dataset_name: geometry3k}
+  default: {prompt_file: null, processor: vlm_hf_data_processor, env_name: geometry3k}
+env: {geometry3k: {reward_functions: [{name: format, weight: 1}, {name: math_expr, weight: 9, kwargs: {tag: b}}]}}
+"""
+
+
+@pytest.mark.parametrize(
+    "change, expected, differences",
+    [
+        (GEOMETRY, {
+            "data.train.path": "hiyouga/geometry3k",
+            "gdpo.rewards": {"math_expr": 0.9, "format": 0.1},
+            "env": {"functions": {"functions": {
+                "math_expr": {"function": f"{VISION}.same_expression", "tag": "b"}, "format": f"{VISION}.has_tags"}}},
+            "gdpo.max_num_steps": 2101 // 8,
+        }, set()),
+        ("policy: {megatron_cfg: {freeze_config: {freeze_vision_model: true, freeze_vision_projection: true}}}",
+         {"policy.vision.train": False}, set()),
+        ("policy: {megatron_cfg: {freeze_config: {freeze_vision_model: true, freeze_vision_projection: false}}}",
+         {"policy.vision.train": False}, {"policy.megatron_cfg.freeze_config.freeze_vision_projection"}),
+        ("policy: {megatron_cfg: {freeze_config: {freeze_language_model: true}}}", {},
+         {"policy.megatron_cfg.freeze_config.freeze_language_model"}),
+        ("policy: {megatron_cfg: {peft: {enabled: true, dim: 8, target_modules: ['*.linear_proj']}}}",
+         {"policy.vision.train": False}, set()),
+        ("policy: {megatron_cfg: {peft: {enabled: true, dim: 8, target_modules: []}}}", {"policy.vision.train": False},
+         {"policy.megatron_cfg.peft.target_modules"}),
+    ],
+)  # fmt: skip
+def test_settings_of_images_have_their_meaning_or_are_named(tmp_path, change, expected, differences):
+    path = tmp_path / "recipe.yaml"
+    prompts = "" if "_override_" in change else "data: {default: {prompt_file: null}}"
+    path.write_text(f"defaults: {FOLDER / 'images.yaml'}\n{change}\n{prompts}\n")
+    translation = translate(path)
+    (tmp_path / "ours.yaml").write_text(translation.to_text("recipe"))
+    config = load_config(tmp_path / "ours.yaml")
+    assert {key: reduce(getattr, key.split("."), config) for key in expected} == expected
+    assert set(translation.differences) == {"groups"} | differences
+
+
+@pytest.mark.parametrize(
+    "change, key, why",
+    [
+        ("policy: {model_name: Qwen/Qwen3.5-35B-A3B-Base}", "policy.model_name", "supported only without images"),
+        ("policy: {model_name: google/gemma-3-4b-it}", "policy.model_name", "supported only without images"),
+        ("policy: {model_name: nvidia/Nemotron-3-Nano-Omni-30B-A3B-Reasoning-BF16}", "policy.model_name", "audio"),
+        ("data: {train: {dataset_name: avqa}}", "data.train.dataset_name", "contains audio"),
+        ("data: {validation: {dataset_name: daily-omni}}", "data.validation.dataset_name", "contains video"),
+        ("data: {train: {dataset_name: mmpr-tiny}}", "data.train.dataset_name", "images in an archive"),
+        ("env: {clevr-cogent: {reward_functions: [{name: mine, weight: 1.0}]}}", "env.clevr-cogent", "not supported"),
+        ("env: {clevr-cogent: {reward_functions: [{name: format}]}}", "env.clevr-cogent", "not supported"),
+    ],
+)
+def test_images_and_rewards_without_an_equivalent_cannot_run(tmp_path, change, key, why):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"defaults: {FOLDER / 'images.yaml'}\n{change}\n")
+    translation = translate(path)
+    assert set(translation.blockers) == {key} and why in translation.blockers[key]
+
+
 def test_weights_of_a_gym_recipe_are_not_reported_as_translated():
     """There are no names to give them to before the servers have answered."""
     translation = translated("gym_weights")
@@ -531,7 +610,11 @@ def test_exit_status_distinguishes_the_three_results_on_request(name, status, tm
         ("Qwen/Qwen3.5-9B", "qwen3_5_text"),
         ("Qwen/Qwen3-Next-80B-A3B-Thinking", "qwen3_next"),
         ("Qwen/Qwen3-Next-80B-A3B-Instruct-FP8", None),
-        ("Qwen/Qwen2.5-VL-3B-Instruct", None),
+        ("Qwen/Qwen2.5-VL-3B-Instruct", "qwen2_5_vl"),
+        ("Qwen/Qwen3-VL-4B-Thinking", "qwen3_vl"),
+        ("Qwen/Qwen2-VL-2B-Instruct", None),
+        ("llava-hf/llava-1.5-7b-hf", None),
+        ("HuggingFaceTB/SmolVLM2-2.2B-Instruct", None),
         ("Qwen/Qwen3-Omni-30B-A3B-Instruct", None),
         ("google/gemma-2-9b-it", "gemma2"),
         ("google/gemma-3-1b-it", "gemma3_text"),

@@ -22,6 +22,7 @@ from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.progress import phase
 
 if TYPE_CHECKING:
+    from gdpo_nemo.data.conversation import Asked
     from gdpo_nemo.data.images import Image
     from gdpo_nemo.data.records import Trajectory
     from gdpo_nemo.tools.chat.screen import Screen
@@ -267,7 +268,6 @@ class Chat:
 
     def ask(self, asked: str | RunRow) -> None:
         """Show the replies to a text or to a row of the data. For a row, also show the rewards. Raises GdpoError."""
-        from gdpo_nemo.data.records import Prompt
         from gdpo_nemo.observe.sample_images import label
         from gdpo_nemo.rollouts.batches import sample_seed
         from gdpo_nemo.tools.chat.screen import Answer
@@ -277,10 +277,14 @@ class Chat:
         shown, images = (asked, self._images) if isinstance(asked, str) else (asked.question, [])
         seed = sample_seed(self._seed, self._asked, 0)
         questions = []
+        prompt: Asked
         for speaker in self._speakers:
-            prompt = with_pictures(shown, images) if row is None else self._rows.prompt(row, speaker.tokenizer)
+            if row is None:
+                prompt = with_pictures(shown, images)
+            else:
+                prompt = self._rows.prompt(row, speaker.tokenizer, speaker.images)
+                images = [placed.image for placed in prompt.images]
             questions.append(speaker.question(prompt, seed))
-            images = [placed.image for placed in prompt.images] if isinstance(prompt, Prompt) else images
         self._asked += 1
         if row is None:
             self._images = []

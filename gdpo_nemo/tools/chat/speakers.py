@@ -20,13 +20,12 @@ from gdpo_nemo.config.sections import ImagesConfig, PolicyConfig, max_prompt_tok
 from gdpo_nemo.config.validate import check_ranges
 from gdpo_nemo.data.anchors import TEXT_KEY, prompts_of
 from gdpo_nemo.data.conversation import Asked, Conversation, Dialogue
-from gdpo_nemo.data.image_reader import ImageReader
 from gdpo_nemo.data.images import Image, largest_file, read_image
 from gdpo_nemo.data.messages import Message, is_image
 from gdpo_nemo.data.records import Outcome, Prompt, TrainerState, Trajectory
 from gdpo_nemo.data.replies import Reply as ParsedReply, reply_parser
 from gdpo_nemo.data.rows import PROMPT_KEYS, Row, load_rows
-from gdpo_nemo.data.tokenizer import Tokenizer, load_tokenizer
+from gdpo_nemo.data.tokenizer import Tokenizer, load_image_reader, load_tokenizer
 from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.execution.pools import EnvironmentPools
 from gdpo_nemo.environments.registry import load_environments
@@ -41,6 +40,7 @@ from gdpo_nemo.utils.files import read_bytes, real_path
 
 if TYPE_CHECKING:
     from gdpo_nemo.cluster.fleet import EngineFleet
+    from gdpo_nemo.data.image_reader import ImageReader
 
 
 _CONTEXT = 2048
@@ -63,6 +63,8 @@ class Source:
     tokenizer: Tokenizer
     of_a_run: bool
     """True if the config belongs to a run, so that the data and rewards are known."""
+    images: ImageReader | None
+    """Reader of images (None if the model has no vision tower)."""
 
     @property
     def chat(self) -> bool:
@@ -90,14 +92,16 @@ def read_source(source: Path, config_file: str | None, step: int | None, overrid
         check_whole(subject.checkpoint)
     base = model_folder(config, model.source)
     name = str(subject.checkpoint or subject.model)
+    tokenizer = load_tokenizer(config.policy, base, config.run.date)
     return Source(
         name=name,
         config=config,
         model=subject.model,
         checkpoint=subject.checkpoint,
         base=base,
-        tokenizer=load_tokenizer(config.policy, base, config.run.date),
+        tokenizer=tokenizer,
         of_a_run=not outside,
+        images=load_image_reader(config.data.images, base, tokenizer),
     )
 
 
@@ -132,13 +136,6 @@ def _default_config(folder: Path) -> dict[str, Any]:
 def _dtypes(content: Mapping[str, Any]) -> tuple[Any, ...]:
     # transformers writes dtype from version 5 on, and torch_dtype before.
     return content.get("dtype"), content.get("torch_dtype")
-
-
-def images_of(source: Source) -> ImageReader | None:
-    """Return the reader of images for a model, or None if the model has no vision tower."""
-    if "image_token_id" not in read_model_config(source.base / "config.json"):
-        return None
-    return ImageReader(source.config.data.images, source.base, source.tokenizer)
 
 
 def read_picture(path: str, limits: ImagesConfig) -> Image:
@@ -237,10 +234,9 @@ class Speaker:
         self.name = source.name
         self.tokenizer = source.tokenizer
         self.replies = reply_parser(config, source.tokenizer)
-        reader = images_of(source)
-        self._reads_images = reader is not None
+        self.images = source.images
         template_kwargs = config.data.train.chat_template_kwargs
-        self.conversation = Conversation(source.tokenizer, source.chat, template_kwargs, self.replies, reader)
+        self.conversation = Conversation(source.tokenizer, source.chat, template_kwargs, self.replies, source.images)
         self.limits = config.data.images
         context = config.policy.max_total_sequence_length
         self.dialogue = Dialogue(self.conversation, system, context, sampling.max_new_tokens)
@@ -270,7 +266,7 @@ class Speaker:
 
     def check_reads_images(self) -> None:
         """Raise ConfigError if the model has no vision tower or no chat template."""
-        if not self._reads_images:
+        if self.images is None:
             raise ConfigError(f"/image: {self.name} has no vision tower that reads images")
         if not self.conversation.chat:
             raise ConfigError(f"/image: {self.name} has no chat template, which images require")
@@ -402,8 +398,8 @@ class RunRows:
         self._last[split] = number
         return RunRow(split, number, rows[number], _question(rows[number], dataset))
 
-    def prompt(self, row: RunRow, tokenizer: Tokenizer) -> Prompt:
-        """Return the prompt that the run would create from the row, with tokens of ``tokenizer``.
+    def prompt(self, row: RunRow, tokenizer: Tokenizer, images: ImageReader | None = None) -> Prompt:
+        """Return the prompt that the run would create from the row, with tokens of ``tokenizer`` and ``images``.
 
         For ``strided`` data, the result is the first prompt of the text. Raises ConfigError.
         """
@@ -416,6 +412,7 @@ class RunRows:
             seed=config.run.seed,
             max_prompt_tokens=max_prompt_tokens(config.policy),
             rows=[row.content],
+            images=images,
         )
         return source.head()[0]
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 from gdpo_nemo.config.allowed_values import LORA_TARGETS
 from gdpo_nemo.tools.interop.axolotl.config import AxolotlConfig
-from gdpo_nemo.tools.interop.nemo_rl.recipe import known_model
+from gdpo_nemo.tools.interop.nemo_rl.recipe import KnownModel, known_model, tower_adapters, tower_missing
 from gdpo_nemo.tools.interop.translation import Findings
 
 _ALL_LINEAR = [name for name in LORA_TARGETS if name != "lm_head"]
 _PEFT_TARGETS = ["q_proj", "v_proj"]
 """Default target modules of PEFT for the supported model families."""
+_TEXT_MODEL = re.compile(
+    r"(model\.)?(language_model\.)?(model\.)?layers\.\[\\d\]\+\.(\(_checkpoint_wrapped_module\.\)\?)?"
+    r"\(mlp\|(cross_attn\|)?self_attn\)\.\(up\|down\|gate\|q\|k\|v\|o\)_proj"
+)
+"""Matches the pattern of axolotl's examples that selects the layers of the text model in an image model."""
+_TEXT_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def other_settings(config: AxolotlConfig, findings: Findings) -> None:
@@ -39,6 +46,8 @@ def _model(config: AxolotlConfig, findings: Findings) -> None:
             findings.blocks("base_model", known.refusal)
         elif known.question:
             findings.asks("policy.model_name", known.question)
+        elif config.get("processor_type"):
+            _images(known, config, findings)
     findings.set("policy.model_name", name, "lora_model_dir" if config.get("lora_model_dir") else "base_model")
     half = config.get("bf16", config.get("bfloat16", "auto")) is not False
     half = half and not any(config.get(name) for name in ("fp16", "float16", "float32"))
@@ -46,6 +55,16 @@ def _model(config: AxolotlConfig, findings: Findings) -> None:
     findings.set("policy.precision", "bfloat16" if half else "float32", why)
     if config.get("gradient_checkpointing"):
         findings.set("policy.megatron_cfg.recompute", "full", "gradient_checkpointing")
+
+
+def _images(model: KnownModel, config: AxolotlConfig, findings: Findings) -> None:
+    """Set the training of the vision tower, and block a model whose tower is not supported."""
+    if not model.images:
+        findings.blocks("processor_type", f"rows with images: {tower_missing(str(config.get('base_model')))}")
+        return
+    findings.differs("sequence_len", "longer rows are skipped; axolotl does not limit the length of rows with images")
+    if not (config.get("adapter") or config.get("freeze_mm_modules")):
+        findings.set("policy.vision.train", True, "axolotl trains all parameters")
 
 
 def _lengths(config: AxolotlConfig, findings: Findings) -> None:
@@ -81,6 +100,8 @@ def _adapter(config: AxolotlConfig, findings: Findings) -> None:
 def _targets(config: AxolotlConfig, findings: Findings) -> list[str]:
     modules = config.get("lora_target_modules")
     names = [modules] if isinstance(modules, str) else list(map(str, modules or ()))
+    if isinstance(modules, str) and _TEXT_MODEL.fullmatch(modules):
+        return _TEXT_LAYERS
     if config.get("lora_target_linear") or names == ["all-linear"]:
         others = [name for name in names if name not in (*_ALL_LINEAR, "all-linear")]
         names = [*_ALL_LINEAR, *others]
@@ -89,7 +110,10 @@ def _targets(config: AxolotlConfig, findings: Findings) -> list[str]:
     if unknown:
         what = f"adapters on {', '.join(unknown)[:80]} are not supported; known: {', '.join(LORA_TARGETS)}"
         findings.differs("lora_target_modules", what)
-    return known or (_PEFT_TARGETS if not names else _ALL_LINEAR)
+    targets = known or (_PEFT_TARGETS if not names else _ALL_LINEAR)
+    if different := tower_adapters(known_model(str(config.get("base_model"))), targets):
+        findings.differs("lora_target_modules", different)
+    return targets
 
 
 def _cluster(config: AxolotlConfig, findings: Findings) -> None:

@@ -32,7 +32,7 @@ _DIVERGENCE = (
     "the reverse KL at the sampled tokens is trained by policy gradient; NeMo-RL trains a divergence over the "
     "topk_logits_k most probable tokens of the teacher"
 )
-_CHATML = ("qwen2", "qwen3", "qwen3_moe", "nemotron_h")
+_CHATML = ("qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_moe", "nemotron_h")
 """Model types whose chat templates write a line break after the end token."""
 
 

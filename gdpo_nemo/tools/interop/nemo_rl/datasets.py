@@ -5,13 +5,14 @@ Based on NeMo-RL's classes in ``data/datasets/response_datasets`` and its ``math
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gdpo_nemo.data import row_formats
 from gdpo_nemo.environments.nemo_gym.checkout import Unknown
 from gdpo_nemo.tools.interop.nemo_rl import gym
-from gdpo_nemo.tools.interop.nemo_rl.recipe import Recipe
+from gdpo_nemo.tools.interop.nemo_rl.recipe import Recipe, tower_missing
 from gdpo_nemo.tools.interop.translation import Findings
 from gdpo_nemo.utils.files import read_text, real_path
 
@@ -32,6 +33,10 @@ class _Dataset(NamedTuple):
     """Keys of the dataset's section that its class reads."""
     convert: str = ""
     """Name of the function in ``data.row_formats`` that converts a row (empty if the columns are sufficient)."""
+    splits: Mapping[str, str] = {}
+    """Value of the recipe's key ``split`` -> name on the Hub, if NeMo-RL's splits are datasets of their own."""
+    images: bool = False
+    """True if each row has one image."""
 
 
 _DATASETS = {
@@ -50,14 +55,31 @@ _DATASETS = {
     "Nemotron-Cascade-2-SFT-Math": _Dataset("nvidia/Nemotron-Cascade-2-SFT-Data:math", reads=("split",)),
     "HelpSteer3": _Dataset("nvidia/HelpSteer3:preference", reads=("split",), convert="helpsteer3"),
     "Tulu3Preference": _Dataset("allenai/llama-3.1-tulu-3-8b-preference-mixture", convert="tulu3_preference"),
-}
+    "clevr-cogent": _Dataset(
+        "MMInstruction/Clevr_CoGenT_TrainA_70K_Complex", "train", "prompt", reads=("split",), convert="clevr",
+        splits={"valA": "MMInstruction/Clevr_CoGenT_ValA", "valB": "MMInstruction/Clevr_CoGenT_ValB"}, images=True,
+    ),
+    "geometry3k": _Dataset(
+        "hiyouga/geometry3k", "train", "prompt", rows=2_101, reads=("split",), convert="geometry3k", images=True
+    ),
+}  # fmt: skip
 """NeMo-RL's name of a dataset -> its name on the Hub and its columns."""
 
+_UNSUPPORTED = dict.fromkeys(("avqa", "audiomcq", "mmau", "intent-train", "intent-bench"), "contains audio") | {
+    "daily-omni": "contains video",
+    "refcoco": "refers to images in an archive; write a file with the images and set its path",
+    "mmpr-tiny": "refers to images in an archive; write a file with the images and set its path",
+}
+"""NeMo-RL's name of a dataset -> reason why it is not supported."""
 _MATH = ("math", "math_default")
-_PROCESSORS = ("", "default", "math_hf_data_processor", "math_gdpo_data_processor")
+_PROCESSORS = ("", "default", "math_hf_data_processor", "math_gdpo_data_processor", "vlm_hf_data_processor")
 """Data processors whose prompts are the rows' problems with the recipe's prompt files."""
 _ENDLESS = 1_000_000
 """Maximum number of steps of a recipe whose epochs end the run."""
+_REWARD_MODULE = "gdpo_nemo.environments.tasks.vision_rewards"
+_REWARDS = {"format": "has_tags", "exact_alnum": "same_text", "math_expr": "same_expression",
+            "bbox_giou": "box_overlap", "geo3k": "boxed_expression"}  # fmt: skip
+"""NeMo-RL's name of a reward function in ``VLMEnvironment`` -> function in ``_REWARD_MODULE``."""
 _PUZZLE = "sliding_puzzle_game"
 """Environment of ``run_grpo_sliding_puzzle.py``, which generates its prompts and ignores the section ``data``."""
 ENVIRONMENTS = (*_MATH, "math_multi_reward", "code", "code_jaccard", "reward_model", "vlm", "clevr-cogent",
@@ -95,12 +117,45 @@ def _is_section(key: str, value: Any) -> bool:
     return key.count(".") > 1 or value == {}
 
 
+def image_rewards(recipe: Recipe) -> dict[str, tuple[Any, float]]:
+    """Return the reward functions of NeMo-RL's ``VLMEnvironment`` as entries for the environment ``functions``, with
+    their weights, by component. The largest weight is first. The result is empty for other environments.
+
+    NeMo-RL divides the weights by their sum.
+    """
+    listed = recipe.get(f"env.{env_name(recipe)}.reward_functions")
+    listed = listed if isinstance(listed, list) and all(isinstance(given, dict) for given in listed) else []
+    weights = [given.get("weight") for given in listed]
+    names = [given.get("name") for given in listed]
+    if not set(names) <= {*_REWARDS} or len({*names}) < len(names) or not all(map(_is_positive, weights)):
+        return {}
+    found = {}
+    for given in sorted(listed, key=lambda given: -float(given["weight"])):
+        path = f"{_REWARD_MODULE}.{_REWARDS[given['name']]}"
+        options = given.get("kwargs") or {}
+        weight = round(given["weight"] / sum(weights), 12)
+        found[given["name"]] = ({"function": path, **options} if options else path, weight)
+    return found
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+
+
+def has_images(recipe: Recipe) -> bool:
+    """Return whether the prompts contain images."""
+    known = _DATASETS.get(recipe.get("data.train.dataset_name") or "")
+    return known is not None and known.images
+
+
 def components(recipe: Recipe) -> tuple[str, dict[str, Any], tuple[str, ...]] | None:
     """Return (gdpo_nemo environment, its options, its reward components), or None if gdpo_nemo has no equivalent.
 
-    The components are sorted by name, which is also the order of NeMo-RL's weights.
+    The components are sorted by name, which is also the order of NeMo-RL's weights, or by weight (``image_rewards``).
     """
     name = env_name(recipe)
+    if rewards := image_rewards(recipe):
+        return "functions", {"functions": {key: entry for key, (entry, _) in rewards.items()}}, tuple(rewards)
     if name == gym.NAME:
         try:
             found = gym.find_gym(recipe)
@@ -122,11 +177,9 @@ def data(recipe: Recipe, findings: Findings) -> None:
     """Add the settings for datasets, prompts, folders and the length of the run to the findings."""
     found = None if recipe.rows else components(recipe)
     processor = str(recipe.get("data.train.processor", ""))
-    if processor.startswith("vlm"):
-        findings.blocks(
-            "data.default.processor", f"{processor} processes prompts with images; only text models are supported"
-        )
-    elif found and found[0] != gym.NAME and processor not in _PROCESSORS:
+    if has_images(recipe):
+        _images(recipe, findings)
+    if found and found[0] != gym.NAME and processor not in _PROCESSORS:
         key = next(key for key in ("data.train", "data.default", "data") if recipe.flat.get(f"{key}.processor"))
         findings.differs(f"{key}.processor", f"{processor} may use the rows in another way than math_hf_data_processor")
     for split in ("train", "validation"):
@@ -135,6 +188,17 @@ def data(recipe: Recipe, findings: Findings) -> None:
     _length(recipe, findings)
     _folders(recipe, findings)
     _validation(recipe, findings)
+
+
+def _images(recipe: Recipe, findings: Findings) -> None:
+    """Set the number of images in a prompt, and block a model whose vision tower is not supported."""
+    findings.set("data.images.max_per_prompt", 1, "each row has one image")
+    model = recipe.model
+    if model.images or model.refusal or model.question:
+        return
+    findings.blocks(
+        "policy.model_name", f"the prompts contain images, and {tower_missing(recipe.get('policy.model_name'))}"
+    )
 
 
 def _split(recipe: Recipe, findings: Findings, split: str, environment: str) -> None:
@@ -156,22 +220,31 @@ def _split(recipe: Recipe, findings: Findings, split: str, environment: str) -> 
         return
     known = _DATASETS.get(name or "")
     if known is None and not path:
-        findings.blocks(f"{section}.dataset_name", f"the dataset {name} is unknown; set its file or its Hub name")
-    subset = setting(recipe, split, "subset")
-    where = gym.rows_path(recipe, path) if path else known.path if known else f"unknown/{name}"
-    if subset:
-        where = f"{where.partition(':')[0]}:{subset}"
+        why = _UNSUPPORTED.get(str(name), "is unknown; set its file or its Hub name")
+        findings.blocks(f"{section}.dataset_name", f"the dataset {name} {why}")
+    where, wanted = _location(recipe, split, known)
     findings.set(f"{section}.path", where, "the recipe's file" if path else f"Hub name of {name}")
     if not recipe.rows:
         findings.set(f"{section}.environment", environment, "environment that verifies the samples")
     convert = known.convert if known else "preference" if name == "PreferenceDataset" else ""
     if convert:
         findings.set(f"{section}.type", f"{row_formats.__name__}:{convert}", f"converts the rows of {name}")
-    wanted = setting(recipe, split, "split") or (known.split if known else None)
     if wanted:
         findings.set(f"{section}.split", wanted, "split")
     _columns(recipe, findings, split, known, bool(path))
     _prompts(recipe, findings, split)
+
+
+def _location(recipe: Recipe, split: str, known: _Dataset | None) -> tuple[str, str | None]:
+    """Return the file or Hub name of a split's rows, and the name of their split (None if it is not specified)."""
+    path, subset = recipe.get(f"data.{split}.data_path"), setting(recipe, split, "subset")
+    wanted = setting(recipe, split, "split") or (known.split if known else None)
+    where = known.path if known else f"unknown/{recipe.get(f'data.{split}.dataset_name')}"
+    if path:
+        where = gym.rows_path(recipe, path)
+    elif known and str(wanted) in known.splits:
+        where, wanted = known.splits[str(wanted)], known.split
+    return f"{where.partition(':')[0]}:{subset}" if subset else where, wanted
 
 
 def _columns(recipe: Recipe, findings: Findings, split: str, known: _Dataset | None, is_file: bool) -> None:

@@ -10,6 +10,7 @@ from gdpo_nemo.models.architectures import last_name
 from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.tools.interop.nemo_rl import algorithms
 from gdpo_nemo.tools.interop.nemo_rl.algorithms import of_validation
+from gdpo_nemo.tools.interop.nemo_rl.datasets import has_images
 from gdpo_nemo.tools.interop.nemo_rl.gym import uses_gym
 from gdpo_nemo.tools.interop.nemo_rl.more_keys import DATA, GENERATION, REST, variable_rules
 from gdpo_nemo.tools.interop.nemo_rl.penalties import PENALTIES
@@ -257,6 +258,14 @@ _OTHER_TOKENIZER = where(
     to("policy.tokenizer_name"),
 )
 
+_NO_IMAGES = idle("affects only prompts with images, video or audio")
+_TRAINS_TOWER = where(
+    lambda r: r.lora,
+    idle("training of adapters freezes the tower"),
+    to("policy.vision.train", lambda frozen: not frozen),
+)
+_TOWER = where(has_images, _TRAINS_TOWER, _NO_IMAGES)
+
 _DTENSOR = "policy.dtensor_cfg"
 POLICY = _lora_rules(f"{_DTENSOR}.lora_cfg") + expanded(variable_rules(_DTENSOR), wrap=_of_dtensor) + expanded([
     ("model_name", to("policy.model_name")),
@@ -265,7 +274,7 @@ POLICY = _lora_rules(f"{_DTENSOR}.lora_cfg") + expanded(variable_rules(_DTENSOR)
         text="the tokenizer's chat template is used", same=value == "default", matters=value != "default")),
     ("tokenizer.chat_template_kwargs*", missing("not translated; set data.<split>.chat_template_kwargs")),
     ("tokenizer.use_fastokens", idle("does not affect the tokens of a text")),
-    ("tokenizer.video*", idle("only text models are supported")),
+    ("tokenizer.video*", idle("video is not supported")),
     ("hf_config_overrides.router_aux_loss_coef", fixed(0, "a load-balancing loss is not supported")),
     ("hf_config_overrides*", missing("the model's config.json defines the architecture")),
     ("train_global_batch_size", to("policy.train_global_batch_size")),
@@ -309,6 +318,7 @@ POLICY = _lora_rules(f"{_DTENSOR}.lora_cfg") + expanded(variable_rules(_DTENSOR)
     ("dtensor_cfg.automodel_kwargs.force_hf", idle("selects the model implementation")),
     ("dtensor_cfg.automodel_kwargs.freeze_config.freeze_language_model",
      _of_dtensor(missing("all layers are trained"))),
+    ("dtensor_cfg.automodel_kwargs.freeze_config.freeze_vision_tower", _of_dtensor(_TOWER)),
     ("dtensor_cfg.*", idle("configures DTensor sharding and computation")),
     ("router_replay.enabled", _of_mixture(to("policy.router_replay", lambda on: "sampler" if on else False))),
     ("router_replay.*", _of_mixture(missing("only router_replay.enabled is supported"))),
@@ -316,7 +326,7 @@ POLICY = _lora_rules(f"{_DTENSOR}.lora_cfg") + expanded(variable_rules(_DTENSOR)
     ("quant_cfg", missing("quantization-aware training is not supported")),
     ("quant_*", idle("affects only quantizer calibration")),
     ("disable_modelopt_layer_spec", idle("affects only how a quantizer is attached")),
-    ("is_vlm", missing("only text models are supported")),
+    ("is_vlm", idle("the model's config.json determines whether the model has a vision tower")),
     ("activation_checkpointing_enabled", idle("not a NeMo-RL key")),
 ], "policy.")  # fmt: skip
 
@@ -372,7 +382,11 @@ MEGATRON = _lora_rules(f"{_MEGATRON}.peft") + expanded(variable_rules(_MEGATRON)
      _of_megatron(gated(f"{_MEGATRON}.mtp_num_layers", missing("multi-token prediction is not supported", 0, 0.0)))),
     ("mtp_num_layers", _of_megatron(missing("multi-token prediction is not supported", 0))),
     ("mtp_*", gated(f"{_MEGATRON}.mtp_num_layers", missing("multi-token prediction is not supported"))),
-    ("freeze_*", _of_megatron(missing("only text models are supported"))),
+    ("freeze_config.freeze_vision_model", _of_megatron(_TOWER)),
+    ("freeze_config.freeze_vision_projection", _of_megatron(where(
+        has_images, fixed(lambda r: r.freezes_tower, "the projection is a part of the tower"), _NO_IMAGES))),
+    ("freeze_config.freeze_language_model", _of_megatron(missing("all layers are trained"))),
+    ("freeze_*", _of_megatron(_NO_IMAGES)),
     ("*_fusion *linear_ce_fusion* use_fused_* fused_*", idle("selects a fused kernel with the same result")),
     ("defer_fp32_logits", idle("log-probs are always computed in float32, from chunks of logits")),
     ("optimizer.optimizer", _of_megatron(where(

@@ -26,6 +26,8 @@ _END_TOKENS = {
     "qwen2": {151643, 151645},
     "qwen3": {151643, 151645},
     "qwen3_moe": {151643, 151645},
+    "qwen2_5_vl": {151643, 151645},
+    "qwen3_vl": {151643, 151645},
 }
 """Model type -> end-of-text and end-of-turn tokens, which always end a completion."""
 
@@ -245,6 +247,7 @@ REST = expanded([
     ("env.nemo_gym.skip_venv_if_present", idle("gdpo-nemo gym up reuses environments")),
     ("env.nemo_gym.*chat_template_kwargs*", required("data.train.chat_template_kwargs")),
     ("env.nemo_gym*", where(uses_gym, required("env"), idle("the recipe does not use NeMo Gym"))),
+    *((f"env.{name}.reward_functions", _of_environment(name, required("gdpo.rewards"))) for name in ENVIRONMENTS),
     *((f"env.{name}.*", _of_environment(name, missing("options of this environment are not supported")))
       for name in ENVIRONMENTS),
     ("env.*.* env", required("env")),

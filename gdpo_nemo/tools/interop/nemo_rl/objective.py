@@ -10,7 +10,7 @@ from gdpo_nemo.models.architectures import linear_layers
 from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.tools.interop.nemo_rl import gym
 from gdpo_nemo.tools.interop.nemo_rl.algorithms import actor_critic, from_rows, from_teacher
-from gdpo_nemo.tools.interop.nemo_rl.datasets import ENVIRONMENTS, components, env_name
+from gdpo_nemo.tools.interop.nemo_rl.datasets import ENVIRONMENTS, components, env_name, has_images, image_rewards
 from gdpo_nemo.tools.interop.nemo_rl.keys import adapted
 from gdpo_nemo.tools.interop.nemo_rl.penalties import penalties
 from gdpo_nemo.tools.interop.nemo_rl.recipe import ALGORITHMS, Recipe
@@ -32,6 +32,8 @@ def learning(recipe: Recipe, findings: Findings) -> None:
         part(recipe, findings)
     _schedule(recipe, findings)
     _lora(recipe, findings)
+    if has_images(recipe) and recipe.model.images and not recipe.lora and not recipe.freezes_tower:
+        findings.set("policy.vision.train", True, "NeMo-RL trains the vision tower unless freeze_config freezes it")
 
 
 def _estimator(recipe: Recipe, findings: Findings) -> None:
@@ -112,7 +114,8 @@ def _rewards(recipe: Recipe, findings: Findings) -> None:
         _no_environment(recipe, findings)
         return
     plugin, options, names = found
-    weights = recipe.get("grpo.adv_estimator.reward_weights") or [1.0] * len(names)
+    of_images = [weight for _, weight in image_rewards(recipe).values()]
+    weights = of_images or recipe.get("grpo.adv_estimator.reward_weights") or [1.0] * len(names)
     if len(weights) != len(names):
         findings.blocks(
             "grpo.adv_estimator.reward_weights", f"{len(weights)} weights for the components {', '.join(names)}"
@@ -136,7 +139,7 @@ def _rewards(recipe: Recipe, findings: Findings) -> None:
     if workers:
         findings.set("rollout.env_workers", workers, f"env.{env_name(recipe)}.num_workers")
     findings.set("gdpo.rewards", rewards, f"components of {env_name(recipe)}")
-    findings.set("gdpo.group_by", "prompt", "NeMo-RL groups samples by their prompt tokens")
+    _groups(recipe, findings)
     if recipe.get("grpo.use_dynamic_sampling"):
         multiple = float(recipe.get("grpo.batch_multiplier", 1.0))
         findings.set(
@@ -147,6 +150,14 @@ def _rewards(recipe: Recipe, findings: Findings) -> None:
     lengths = any("overlong" in rule or "truncated" in rule for rule in rules)
     if recipe.get("grpo.use_dynamic_sampling") and lengths and not recipe.before("0.7"):
         findings.set("gdpo.dynamic_sampling.before_shaping", True, "NeMo-RL filters by unshaped_total_reward")
+
+
+def _groups(recipe: Recipe, findings: Findings) -> None:
+    """Set the samples that are compared. NeMo-RL compares samples of prompts with equal tokens."""
+    if has_images(recipe):
+        findings.differs("groups", "each row is a group; NeMo-RL merges rows with equal text and images of equal size")
+    else:
+        findings.set("gdpo.group_by", "prompt", "NeMo-RL groups samples by their prompt tokens")
 
 
 def _partial_groups(findings: Findings) -> None:
@@ -379,6 +390,9 @@ def _torch_warmup(recipe: Recipe, findings: Findings) -> tuple[int, float]:
 
 def _every_linear_layer(recipe: Recipe, findings: Findings, key: str) -> None:
     tied = recipe.model.tied
+    if recipe.model.images:
+        findings.differs(key, "the vision tower gets no adapters; in NeMo-RL its linear layers get adapters")
+        return
     if tied is not False:
         why = "shares the embedding's weights" if tied else "may share the embedding's weights"
         findings.differs(key, f"the output layer {why} and gets no adapter; in NeMo-RL it gets an adapter")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -226,6 +226,14 @@ class Recipe:
         """Section of the enabled adapters (empty if adapters are disabled)."""
         section = "policy.megatron_cfg.peft" if self.megatron else "policy.dtensor_cfg.lora_cfg"
         return section if self.get(f"{section}.enabled") else ""
+
+    @property
+    def freezes_tower(self) -> bool:
+        """True if only the language model is trained."""
+        key = "megatron_cfg.freeze_config.freeze_vision_model"
+        if not self.megatron:
+            key = "dtensor_cfg.automodel_kwargs.freeze_config.freeze_vision_tower"
+        return bool(self.get(f"policy.{key}"))
 
     @property
     def packed_tokens(self) -> int:
@@ -478,9 +486,13 @@ class KnownModel(NamedTuple):
     """True if the output layer shares the weights of the embedding (None if this is unknown)."""
     question: str = ""
     """Question that only the config.json of an unknown Hub model can answer (empty for a known model)."""
+    images: bool = False
+    """True if the model's vision tower is supported."""
 
 
-_MULTIMODAL = re.compile(r".*(VL|Omni|Vision|Audio)(?![a-z]).*", re.IGNORECASE)
+_MULTIMODAL = re.compile(
+    r".*((VL|Omni|Vision|Audio)(?![a-z])|LLaVA|Idefics|SmolVLM|PaliGemma|Pixtral|MiniCPM-[VO]).*", re.IGNORECASE
+)
 _UNSUPPORTED = (
     (r"Qwen/Qwen3\.5-.*", "qwen3_5 with quantised weights", True),
     (r"Qwen/Qwen3-Next-.*", "qwen3_next with quantised weights", True),
@@ -499,10 +511,10 @@ _UNSUPPORTED = (
 """(pattern of the Hub name, model_type, True for MoE) of models that are not supported. The first match applies."""
 
 _TIED = (
-    (r"Qwen/Qwen3-(0\.6|1\.7|4)B.*", True),
-    (r"Qwen/Qwen3-(8|14|30|32|235)B.*", False),
-    (r"Qwen/Qwen2\.5-(0\.5|1\.5|3)B.*", True),
-    (r"Qwen/Qwen2\.5-(7|14|32|72)B.*", False),
+    (r"Qwen/Qwen3-(VL-)?(0\.6|1\.7|2|4)B.*", True),
+    (r"Qwen/Qwen3-(VL-)?(8|14|30|32|235)B.*", False),
+    (r"Qwen/Qwen2\.5-(VL-)?(0\.5|1\.5|3)B.*", True),
+    (r"Qwen/Qwen2\.5-(VL-)?(7|14|32|72)B.*", False),
     (r"meta-llama/Llama-3\.2-[13]B.*", True),
     (r"meta-llama/(Meta-)?Llama-3(\.[13])?-(8|70|405)B.*", False),
     (r"mistralai/(?!Ministral-3-).*", False),
@@ -516,15 +528,16 @@ def known_model(name: str) -> KnownModel:
     """Return the facts about a model, given its folder or its name on the Hub."""
     if (Path(name) / "config.json").is_file():
         return _of_folder(Path(name))
-    if _MULTIMODAL.fullmatch(name):
-        return _unsupported(name, "an image or audio model")
+    of_media = _MULTIMODAL.fullmatch(name)
     for family in FAMILIES.values():
-        if re.fullmatch(family.hub_names, name):
+        if re.fullmatch(family.hub_names, name) and (family.tower or not of_media):
             tied = next((tied for pattern, tied in _TIED if re.fullmatch(pattern, name)), None)
             # The layers of some families may or may not include experts. Names of mixtures contain their active size.
             optional = has_optional_experts(family)
             mixture = family.experts is not None and (not optional or bool(re.search(r"-A\d+B", name)))
-            return KnownModel(family.model_type, mixture, tied=tied)
+            return KnownModel(family.model_type, mixture, tied=tied, images=family.tower is not None)
+    if of_media:
+        return _unsupported(name, "another image model, or a model of audio or video")
     for pattern, kind, mixture in _UNSUPPORTED:
         if re.fullmatch(pattern, name):
             return _unsupported(name, kind, mixture)
@@ -548,4 +561,28 @@ def _of_folder(folder: Path) -> KnownModel:
         model = describe(content)
     except ConfigError as error:
         return KnownModel("", refusal=error.problem)
-    return KnownModel(model.family.model_type, model.experts > 0, tied=model.tied)
+    images = model.family.tower is not None
+    return KnownModel(model.family.model_type, model.experts > 0, tied=model.tied, images=images)
+
+
+def tower_missing(name: str) -> str:
+    """Return the reason why a model whose text model is supported cannot be trained on images."""
+    towers = ", ".join(kind for kind, family in FAMILIES.items() if family.tower)
+    return f"{name!r} is supported only without images; supported with images: {towers}"
+
+
+def tower_adapters(model: KnownModel, names: Iterable[str] | None) -> str:
+    """Return the difference of adapters that PEFT also adds to the vision tower (empty if it adds none).
+
+    Args:
+        names: last names of the layers with adapters, or None for all linear layers.
+    """
+    tower = FAMILIES[model.model_type].tower if model.images else None
+    shared = {name.rpartition(".")[2] for name in tower.mlp} if tower else set()
+    if names is not None:
+        shared &= set(names)
+    return (
+        f"only the text model gets adapters; PEFT also adds them to {', '.join(sorted(shared))} of the tower"
+        if shared
+        else ""
+    )

@@ -8,7 +8,7 @@ from typing import Any
 
 from gdpo_nemo.config.allowed_values import LORA_TARGETS
 from gdpo_nemo.config.model_checks import read_model_config
-from gdpo_nemo.tools.interop.nemo_rl.recipe import known_model
+from gdpo_nemo.tools.interop.nemo_rl.recipe import KnownModel, known_model, tower_adapters, tower_missing
 from gdpo_nemo.tools.interop.translation import Findings
 from gdpo_nemo.tools.interop.trl.defaults import LORA_CONFIG
 from gdpo_nemo.tools.interop.trl.names import Unresolved
@@ -90,7 +90,7 @@ def _model(run: TrlRun, findings: Findings) -> None:
     if quantization := run.notes.get("quantization_config"):
         findings.blocks("quantization_config", f"{quantization}: {_MISSING['quantization_config']}")
     if run.images:
-        findings.blocks("images", f"the script reads images ({run.images}); only text models are supported")
+        _images(run, known_model(name), findings)
     findings.set("policy.model_name", name, "model")
     if isinstance(run.tokenizer, str) and run.tokenizer != name:
         findings.set("policy.tokenizer_name", run.tokenizer, "processing_class")
@@ -106,6 +106,16 @@ def _model(run: TrlRun, findings: Findings) -> None:
         findings.set("policy.precision", "bfloat16", why if half else "dtype")
     else:
         findings.set("policy.precision", "float32", "bf16 is off")
+
+
+def _images(run: TrlRun, model: KnownModel, findings: Findings) -> None:
+    """Set the training of the vision tower, and block a model whose tower is not supported."""
+    if model.images:
+        if run.lora is None:
+            findings.set("policy.vision.train", True, "TRL trains all parameters")
+        return
+    if not (model.refusal or model.question):
+        findings.blocks("images", f"the script reads images ({run.images}), and {tower_missing(run.model)}")
 
 
 def _lengths(run: TrlRun, findings: Findings) -> None:
@@ -157,9 +167,11 @@ def _lora(run: TrlRun, findings: Findings) -> None:
         "policy.lora.alpha", float(alpha), "peft_config.lora_alpha" + (" x sqrt(r)" * bool(given["use_rslora"]))
     )
     findings.set("policy.lora.dropout", float(given["lora_dropout"]), "peft_config.lora_dropout")
-    findings.set(
-        "policy.lora.target_modules", _targets(given["target_modules"], findings), "peft_config.target_modules"
-    )
+    targets = _targets(given["target_modules"], findings)
+    findings.set("policy.lora.target_modules", targets, "peft_config.target_modules")
+    everywhere = given["target_modules"] == "all-linear"
+    if different := tower_adapters(known_model(str(run.model)), None if everywhere else targets):
+        findings.differs("peft_config.target_modules", different)
     for name, plain in (("use_dora", False), ("bias", "none"), ("init_lora_weights", True), ("modules_to_save", None)):
         if given[name] not in (plain, None, []):
             findings.differs(f"peft_config.{name}", f"{given[name]!r} is not supported")
