@@ -35,8 +35,9 @@ _QUARTER = 32
 """Width and height of a quarter of the image in pixels, which is one image token of the demo's model."""
 _CELL = _QUARTER // 2
 _RADIUS = 6
-_GREY = (192, 192, 192)
-"""Background. A short warm-up learns the places slowly on a white background, and the counts slowly on a dark one."""
+_GREY = (184, 200)
+"""Range of red, green and blue of the background. It makes images distinct, so that those of validation are held out.
+A short warm-up learns the places slowly on a white background, and the counts slowly on a dark one."""
 
 
 class ColouredDots(Environment):
@@ -96,7 +97,7 @@ def _draw(rng: random.Random, count: str, colour: str, place: str) -> Image:
     """Return an RGB image. Each dot lies in a different quarter of the place, near its centre."""
     from PIL import Image, ImageDraw
 
-    image = Image.new("RGB", (2 * _QUARTER, 2 * _QUARTER), _GREY)
+    image = Image.new("RGB", (2 * _QUARTER, 2 * _QUARTER), tuple(rng.randint(*_GREY) for _ in range(3)))
     drawing = ImageDraw.Draw(image)
     below, right = divmod(WORDS["place"].index(place), 2)
     for index in rng.sample(range(4), WORDS["count"].index(count) + 1):

@@ -265,7 +265,7 @@ def make_form_model(folder: str, seed: int, steps: int = WARM_UP_STEPS) -> None:
         _warm_up(scratch, partial, seed, steps, _form_rows(seed, tokenizer), rows_per_step=32)
 
 
-def make_dots_model(folder: str, seed: int, steps: int = WARM_UP_STEPS) -> None:
+def make_dots_model(folder: str, seed: int, steps: int = 300) -> None:
     """Write a Qwen3-VL that answers ``coloured_dots.py``: 1,649,152 parameters, two thirds of them in the vision tower.
 
     Each word of a training text is right in 35 % of the texts, and otherwise random. See ``make_tiny_model``.

@@ -53,7 +53,12 @@ def test_rows_depend_on_split_and_seed_only():
 
     train = images("train", 50, 0)
     assert train == images("train", 50, 0) and images("train", 20, 0) == train[:20]
-    assert not set(train) & {*images("train", 50, 1), *images("validation", 50, 0)}
+    assert not set(train) & {*images("train", 50, 1)}
+
+
+def test_images_are_distinct_and_those_of_validation_are_held_out():
+    images = [row["image"].tobytes() for split in ("train", "validation") for row in dots().rows(split, 1000, 0)]
+    assert len(set(images)) >= 1995
 
 
 def test_shuffled_images_agree_with_a_quarter_of_the_words():
