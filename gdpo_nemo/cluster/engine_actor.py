@@ -80,5 +80,6 @@ def start_engine(config: Config, folder: str, placement: Placement, devices: Seq
         targets=policy.lora.target_modules,
         records_routing=replays_router(policy),
         tokenizer=str(Path(name).absolute()) if name and Path(name).is_dir() else name,
+        images_per_prompt=config.data.images.max_per_prompt,
     )
     return actor.remote(options, parsers)

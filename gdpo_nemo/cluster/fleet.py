@@ -37,6 +37,7 @@ from gdpo_nemo.cluster.host_link import HostLinks
 from gdpo_nemo.cluster.reservation import Placement, place_on_this_machine
 from gdpo_nemo.cluster.session import WorkerDied, answer, answered, gather, ray
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.data.images import Images
 from gdpo_nemo.generation.requests import Completion, CompletionBatch, EngineRequest, SampleRequest, Sampling
 from gdpo_nemo.utils.errors import START_AGAIN, GdpoError, InfrastructureFailed, RunError
 from gdpo_nemo.utils.progress import phase
@@ -183,9 +184,13 @@ class EngineFleet:
         with self._delivering:
             yield
 
-    def score(self, sequences: Sequence[np.ndarray]) -> dict[int, list[np.ndarray]]:
-        """Return, by engine number, the log-probs [tokens - 1] of each sequence from all engines that can sample."""
-        return self.spawn(self._score(sequences)).result()
+    def score(self, sequences: Sequence[np.ndarray], images: Sequence[Images] = ()) -> dict[int, list[np.ndarray]]:
+        """Return, by engine number, the log-probs [tokens - 1] of each sequence from all engines that can sample.
+
+        Args:
+            images: images of each sequence, or empty if no sequence has images.
+        """
+        return self.spawn(self._score(sequences, images)).result()
 
     def sleep(self) -> None:
         """Make the engines release their memory."""
@@ -470,8 +475,11 @@ class EngineFleet:
                 missing.append(client)
         return missing
 
-    async def _score(self, sequences: Sequence[np.ndarray]) -> dict[int, list[np.ndarray]]:
+    async def _score(
+        self, sequences: Sequence[np.ndarray], images: Sequence[Images] = ()
+    ) -> dict[int, list[np.ndarray]]:
         self._check_awake()
+        arguments = (list(sequences), list(images)) if any(images) else (list(sequences),)
         dead: list[Any] = []
 
         def working() -> list[EngineClient]:
@@ -484,7 +492,7 @@ class EngineFleet:
             await self.until(lambda: bool(working()))
             clients = working()
             actors = _actors(clients)
-            refs = self.hosts.call(actors, "score", list(sequences))
+            refs = self.hosts.call(actors, "score", *arguments)
             answers = await self._answers(clients, refs, "scoring sequences in the engines")
             scored = {}
             for client, scores in zip(clients, answers):

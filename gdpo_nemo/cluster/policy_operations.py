@@ -160,7 +160,7 @@ class PolicyOperations:
 
         matrices = dict(self.policy.update())
         if self.rank == 0 and self.policy.adapters is not None:
-            write_adapter(folder, matrices, self.policy.adapters)
+            write_adapter(folder, matrices, self.policy.adapters, self.policy.folder)
 
     @on_all_ranks("exporting {folder}", phase="export")
     def export(self, folder: Path) -> None:
@@ -176,7 +176,7 @@ class PolicyOperations:
         if self.policy.adapters:
             matrices = dict(self.policy.update())
             if self.rank == 0:
-                write_adapter(folder.parent / "adapter", matrices, self.policy.adapters)
+                write_adapter(folder.parent / "adapter", matrices, self.policy.adapters, self.policy.folder)
         if self.rank == 0:
             write = write_classifier if self.policy.scores else write_model
             write(folder, self.policy.weights(), self.policy.built.hf_config, self.policy.folder)

@@ -29,6 +29,7 @@ import numpy as np
 from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.cluster.policy_group import PolicyGroup
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.data.images import Images, moved
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.generation.requests import SampleRequest, Sampling
 from gdpo_nemo.utils.errors import NumericsFailed, RunError
@@ -162,7 +163,14 @@ class SyncCheck:
         self._engine_logprobs: dict[int, np.ndarray] = {}
 
     @classmethod
-    def sampled(cls, fleet: EngineFleet, prompts: Sequence[np.ndarray], vocabulary: int, longest: int) -> SyncCheck:
+    def sampled(
+        cls,
+        fleet: EngineFleet,
+        prompts: Sequence[np.ndarray],
+        vocabulary: int,
+        longest: int,
+        images: Sequence[Images] = (),
+    ) -> SyncCheck:
         """Create a check from prompts for which an engine samples continuations, and record the engines' log-probs.
 
         The sampled continuations resemble the training data, but their probabilities approach 1, and they cover few
@@ -172,19 +180,22 @@ class SyncCheck:
             prompts: int32 [tokens] each.
             vocabulary: size of the vocabulary.
             longest: maximum number of tokens in the engines' context.
+            images: images of each prompt, or empty if no prompt has images.
         """
         room = longest - 1  # vLLM samples an additional token when it scores a prompt
-        shortened = [prompt[-min(_MAX_PROMPT, max(1, room // 2)) :] for prompt in prompts]
+        most = max(1, room // 2)
+        shortened = [_end_of(*prompt, most) for prompt in zip(prompts, images or [()] * len(prompts))]
         sampling = Sampling(1.0, 1.0, -1, max(1, min(_SAMPLED, room // 3)))
-        requests = [SampleRequest(prompt, seed) for seed, prompt in enumerate(shortened)]
+        requests = [SampleRequest(ids, seed, images=placed) for seed, (ids, placed) in enumerate(shortened)]
         completions = fleet.generate(requests, sampling, engine=0).completions
         rng = np.random.default_rng(0)
         sequences = []
-        for prompt, continuation in zip(shortened, completions):
+        for (prompt, placed), continuation in zip(shortened, completions):
             sampled = continuation.token_ids
             uniform = rng.integers(0, vocabulary, min(_UNIFORM, room - len(prompt) - len(sampled))).astype(np.int32)
             completion = np.concatenate([sampled, uniform])
-            sequences.append(TrainSequence(prompt, completion, np.zeros(len(completion), np.float32)))
+            logprobs = np.zeros(len(completion), np.float32)
+            sequences.append(TrainSequence(prompt, completion, logprobs, images=placed))
         sync_check = cls(sequences)
         sync_check._engine_logprobs = sync_check.by_engines(fleet)
         sync_check._replays = any(completion.routing is not None for completion in completions)
@@ -194,7 +205,7 @@ class SyncCheck:
     def _record_routing(self, fleet: EngineFleet, engine: int) -> None:
         """Give the sequences the experts that an engine chooses with its current weights."""
         if self._replays:
-            requests = [SampleRequest(token_ids, 0) for token_ids in self._token_ids()]
+            requests = [SampleRequest(ids, 0, images=s.images) for ids, s in zip(self._token_ids(), self.sequences)]
             found = fleet.generate(requests, Sampling(1.0, 1.0, -1, 1), engine=engine).completions
             routed = []
             for sequence, completion in zip(self.sequences, found):
@@ -206,7 +217,7 @@ class SyncCheck:
     def by_engines(self, fleet: EngineFleet) -> dict[int, np.ndarray]:
         """Return the engines' log-probs of all completion tokens, float32 [tokens], by engine number."""
         found = {}
-        for engine, scores in fleet.score(self._token_ids()).items():
+        for engine, scores in fleet.score(self._token_ids(), [s.images for s in self.sequences]).items():
             of_completions = [values[-len(s.completion_ids) :] for s, values in zip(self.sequences, scores)]
             found[engine] = np.concatenate(of_completions)
         return found
@@ -268,6 +279,18 @@ class SyncCheck:
             f"its log-probs differ by {mean:.3g} from the trainer's on average (limit {self.limit:.3g}{at_start}; "
             "policy.generation.parity_limit)"
         )
+
+
+def _end_of(prompt: np.ndarray, images: Images, most: int) -> tuple[np.ndarray, Images]:
+    """Return the last tokens of a prompt and their images: at most ``_MAX_PROMPT`` tokens and its last image, which
+    proves that the engines have the vision tower. An image is not divided."""
+    start = len(prompt) - min(most, _MAX_PROMPT)
+    if images and len(prompt) - images[-1].start <= most:
+        start = min(start, images[-1].start)
+    start = max([0, start, *(placed.stop for placed in images if placed.start < start)])
+    if start == len(prompt):  # an image ends the prompt, and is too long
+        return prompt[-1:], ()
+    return prompt[start:], moved(tuple(placed for placed in images if placed.start >= start), -start)
 
 
 def difference(policy_logprobs: np.ndarray, engine_logprobs: np.ndarray) -> float:

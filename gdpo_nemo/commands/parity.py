@@ -26,11 +26,14 @@ from gdpo_nemo.config.model_checks import check_engines, read_model, read_model_
 from gdpo_nemo.config.placement import Places
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.contexts import to_score
+from gdpo_nemo.data.images import Images
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import Prompt, Trajectory
 from gdpo_nemo.observe.display import shown
 from gdpo_nemo.observe.installation import require_libraries
+from gdpo_nemo.observe.sample_images import RecordedImages, split_images
 from gdpo_nemo.utils.errors import ConfigError
+from gdpo_nemo.utils.files import real_path
 from gdpo_nemo.utils.progress import phase
 
 if TYPE_CHECKING:
@@ -128,6 +131,8 @@ def measure_parity(
     sequences, recorded = _read_record(record) if record else (None, None)
     longest = max(map(len, sequences)) + 1 if sequences else 256  # vLLM must generate one token to score a sequence
     one, many = (standalone_config(model, text, precision, longest) for text in ("", layout))
+    if engine and any(sequence.images for sequence in sequences or ()):
+        raise ConfigError("--engine: vLLM cannot score sequences with images; compare the log-probs in --record")
     if engine:
         require_libraries(one.cluster)
         if not one.cluster.gpus_per_node:
@@ -271,7 +276,8 @@ def _differences(reference: list[UpdateResult], others: list[UpdateResult]) -> d
 
 
 def _score(fleet: EngineFleet, sequences: list[TrainSequence]) -> list[np.ndarray]:
-    scores = fleet.score([np.concatenate([s.prompt_ids, s.completion_ids]) for s in sequences])[0]
+    token_ids = [np.concatenate([s.prompt_ids, s.completion_ids]) for s in sequences]
+    scores = fleet.score(token_ids, [s.images for s in sequences])[0]
     return [values[len(s.prompt_ids) - 1 :] for s, values in zip(sequences, scores)]
 
 
@@ -297,10 +303,13 @@ def _read_record(path: str | Path) -> tuple[list[TrainSequence], list[np.ndarray
     from gdpo_nemo.observe.samples import read_columns
 
     names = ("prompt_ids", "completion_ids", "logprobs", "loss_mask", "turn_tokens", "turn_parents", "routing")
+    recorded = RecordedImages(real_path(path).parent.parent)
     try:
-        table = read_columns(path, (*names, "advantage"))
-        rows = zip(*(values_of(table.column(name)) for name in names))
-        trajectories = [_trajectory(**dict(zip(names, row))) for row in rows]
+        table = read_columns(path, (*names, "images", "advantage"))
+        rows = zip(*(values_of(table.column(name)) for name in (*names, "images")))
+        trajectories = []
+        for *values, images in rows:
+            trajectories.append(_trajectory(**dict(zip(names, values)), images=recorded.placed(images)))
         advantages = values_of(table.column("advantage"))
     except FileNotFoundError:
         raise ConfigError(f"--record: {path} does not exist") from None
@@ -323,9 +332,12 @@ def _trajectory(
     turn_tokens: np.ndarray | None = None,
     turn_parents: np.ndarray | None = None,
     routing: np.ndarray | None = None,
+    images: Images = (),
 ) -> Trajectory:
     """Create a trajectory from columns of a rollout file, without rewards."""
-    trajectory = Trajectory(Prompt("", prompt_ids, "", ""), 0, completion_ids, logprobs, 0, "", "stop")
+    own, later = split_images(images, len(prompt_ids))
+    prompt = Prompt("", prompt_ids, "", "", images=own)
+    trajectory = Trajectory(prompt, 0, completion_ids, logprobs, 0, "", "stop", images=later)
     trajectory.loss_mask = loss_mask
     if turn_tokens is not None:
         trajectory.turn_tokens = tuple(turn_tokens.tolist())

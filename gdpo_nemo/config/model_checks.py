@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +76,24 @@ def check_files(config: Config, layout: Layout, weights: bool = True) -> ModelFa
         _check_sampling(model.description, config)
     if weights:
         check_tokenizer(config.policy, model)
+    _check_images(config, model.description)
     check_data_file("data.train", config.data.train)
     if config.data.validation:
         check_data_file("data.validation", config.data.validation)
     return model
+
+
+def _check_images(config: Config, model: ModelDescription | None) -> None:
+    """Check the section ``data.images``. Raises ConfigError."""
+    images = config.data.images
+    if images.folder is not None and not Path(os.path.expanduser(images.folder)).is_dir():
+        raise ConfigError(f"data.images.folder: {images.folder} is not a folder")
+    changed = [f.name for f in fields(images) if getattr(images, f.name) != f.default]
+    if changed and model is not None and model.tower is None:
+        name = config.policy.model_name
+        raise ConfigError(
+            f"data.images.{changed[0]}: has no effect because the model in {name} has no vision tower; remove it"
+        )
 
 
 def check_creatable_folder(key: str, folder: str | Path) -> None:
@@ -229,7 +244,7 @@ def _check_adapter(source: Source, policy: PolicyConfig) -> None:
     if policy.lora.rank:
         check_continued(adapter, policy.lora, base, key)
     elif base is not None:
-        check_fit(read_shapes(adapter, key), base, key)
+        check_fit(read_shapes(adapter, key, base), base, key)
 
 
 def check_continued(adapter: PeftAdapter, lora: LoraConfig, base: Path | None, key: str) -> None:
@@ -242,7 +257,7 @@ def check_continued(adapter: PeftAdapter, lora: LoraConfig, base: Path | None, k
     Raises:
         ConfigError: if rank, alpha, modules or sharing differ, or the adapter does not fit ``base``.
     """
-    shapes = read_shapes(adapter, key)
+    shapes = read_shapes(adapter, key, base)
     folder = adapter.folder
     ranks = sorted({rank for rank, _, _ in shapes.values()})
     if ranks != [lora.rank]:

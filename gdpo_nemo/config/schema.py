@@ -188,7 +188,7 @@ class GdpoConfig:
     ratios are relative to the weights that generated the samples."""
     group_by: str = "row"
     """Samples that are compared with each other. row: the samples of the same row. prompt: the samples of all rows in
-    the step whose prompts have the same tokens."""
+    the step whose prompts have the same tokens and images."""
     component_gradient_period: Annotated[int, Range(0)] = 0
     """Compute the gradient of each reward component every so many steps, beginning with the first step, and its effect
     on each component's expected reward (metrics `gradient/...`). The weights do not change. Such a step costs a forward

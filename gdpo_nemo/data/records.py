@@ -14,6 +14,7 @@ import numpy as np
 from gdpo_nemo.algorithms.rubrics import Criterion, with_scores
 from gdpo_nemo.data.images import Images
 from gdpo_nemo.data.replies import Reply
+from gdpo_nemo.data.state_keys import state_keys
 
 
 class Outcome(StrEnum):
@@ -54,6 +55,11 @@ class Prompt:
     answer_ids: np.ndarray | None = None
     """int32 [answer tokens]: continuation of the prompt in the source text. None unless ``data.<split>.strided`` is
     set."""
+
+    @property
+    def key(self) -> bytes:
+        """Key that is equal for prompts with the same tokens and images."""
+        return state_keys(self.token_ids, None, self.images).tobytes()
 
 
 @dataclass(frozen=True)

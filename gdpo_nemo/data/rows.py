@@ -235,12 +235,17 @@ def _first_rows(import_path: str, key: str, at_most: int) -> list[Row]:
 def _check_texts(rows: list[Row], where: str) -> None:
     """Refuse rows from user code that contain lone surrogates. Rows from files are checked by the readers."""
     _check_depth(rows, where)
-    as_json = json.JSONEncoder(ensure_ascii=False, default=str, skipkeys=True).encode
+    as_json = json.JSONEncoder(ensure_ascii=False, default=_text_of, skipkeys=True).encode
     for index, row in enumerate(rows):
         try:
             check_pairs(as_json(row))
         except HalfPair as error:
             raise ConfigError(f"{where}: row {index}: {error}") from None
+
+
+def _text_of(value: Any) -> str:
+    """Return an object as text, except encoded images, whose text would be several times as large."""
+    return "" if isinstance(value, bytes) else str(value)
 
 
 def _check_depth(rows: list[Row], where: str) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 from gdpo_nemo.config.schema import VllmConfig
 from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
 from gdpo_nemo.generation.routing import RoutingRecorder, RoutingShape
+from gdpo_nemo.models.description import ModelDescription
 from gdpo_nemo.models.family_checks import describe
 from gdpo_nemo.models.hf_folder import tower_names, weight_names
 from gdpo_nemo.utils.progress import hidden, import_transformers, importing
@@ -139,11 +140,11 @@ class VllmCore:
         self._engine.set_weight_version("-1")
         self.images: EngineImages | None = None
         """Images for the prompts of a vision-language model. Other threads may use them."""
-        if placeholder := _placeholder(options.model):
-            self._engine.reset_mm_cache()  # wait until vLLM has tried its image processor
+        if self._tower:
             from gdpo_nemo.generation.images import EngineImages
 
-            self.images = EngineImages(self._engine.renderer, placeholder)
+            self._engine.reset_mm_cache()  # wait until vLLM has tried its image processor
+            self.images = EngineImages(self._engine.renderer, _config(options.model)["image_token_id"])
         self._updates = 0
         """Number of weight updates. This number is the salt of the prefix cache, so that requests do not share prefixes
         with requests of older weights."""
@@ -382,17 +383,14 @@ def _config(folder: str) -> dict[str, Any]:
     return content
 
 
-def _placeholder(folder: str) -> int | None:
-    """Return the token id of an image's placeholder. None if the model has no vision tower."""
-    content = _config(folder)
-    return content.get("image_token_id") if "vision_config" in content else None
+def _description(folder: str) -> ModelDescription:
+    return describe(_config(folder))
 
 
 def _device_arguments(options: EngineOptions) -> dict[str, Any]:
     """Return vLLM's arguments that depend on the model and on the device type."""
     config = options.config
-    content = _config(options.model)
-    model = describe(content)
+    model = _description(options.model)
     family = model.family
     # vLLM treats these options as fields of the model's config.json.
     fields = dict(family.engine_fields)
@@ -429,7 +427,7 @@ def _device_arguments(options: EngineOptions) -> dict[str, Any]:
             enable_return_routed_experts=options.records_routing,
         )
         fields["head_dtype"] = config.head_dtype
-    if "vision_config" in content:
+    if family.tower:
         # ``EngineImages`` keeps processed images. The caches of vLLM's processes can get out of step.
         arguments |= dict(mm_processor_cache_gb=0, skip_mm_profiling=options.on_cpu)
         arguments["limit_mm_per_prompt"] = {"image": options.images_per_prompt, "video": 0}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.models.weight_files import tensor_shapes
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.files import read_json_object
@@ -122,12 +123,29 @@ PREFIX = "base_model.model."
 _A = ".lora_A.weight"
 _B = ".lora_B.weight"
 
+
+def changed_prefixes(base: Path | None) -> Mapping[str, str]:
+    """Return the prefixes of modules in the folder of an adapter's base model that differ in the adapter's files.
+
+    The values are the prefixes in these files. There are none if the folder is not known.
+    """
+    content = read_json_object(base / "config.json", "base model") if base else {}
+    family = FAMILIES.get(str(content.get("model_type")))
+    return family.tower.in_memory if family and family.tower else {}
+
+
+def with_prefix(name: str, prefixes: Mapping[str, str]) -> str:
+    """Return a name with the value of ``prefixes`` in place of the key with which it begins."""
+    old = next(filter(name.startswith, prefixes), "")
+    return prefixes.get(old, "") + name.removeprefix(old)
+
+
 Shapes = Mapping[str, tuple[int, int, int]]
 """(rank, input size, output size) by Hugging Face module name."""
 
 
-def read_shapes(adapter: PeftAdapter, key: str) -> Shapes:
-    """Read the shapes of an adapter's matrices from the header of its file.
+def read_shapes(adapter: PeftAdapter, key: str, base: Path | None = None) -> Shapes:
+    """Read the shapes of an adapter's matrices from the header of its file, by the names in the base model's folder.
 
     Args:
         key: config key or option that specifies the adapter, for error messages.
@@ -138,13 +156,14 @@ def read_shapes(adapter: PeftAdapter, key: str) -> Shapes:
     file = adapter.folder / MATRICES
     remaining = tensor_shapes(adapter.folder, key, MATRICES)
     shapes_by_module = {}
+    in_folder = {stored: prefix for prefix, stored in changed_prefixes(base).items()}
     for name in [name for name in remaining if name.startswith(PREFIX) and name.endswith(_A)]:
         module = name.removeprefix(PREFIX).removesuffix(_A)
         a = remaining.pop(name)
         b = remaining.pop(PREFIX + module + _B, ())
         if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
             raise ConfigError(f"{key}: {file} has only one of the two matrices for {module}")
-        shapes_by_module[module] = (a[0], a[1], b[0])
+        shapes_by_module[with_prefix(module, in_folder)] = (a[0], a[1], b[0])
     if remaining or not shapes_by_module:
         what = f"{min(remaining)}, which is not a matrix of a linear layer" if remaining else "no matrices"
         raise ConfigError(f"{key}: {file} has {what}")

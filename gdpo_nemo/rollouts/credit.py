@@ -209,12 +209,12 @@ def trajectory_groups(groups: Sequence[Group], by: str) -> np.ndarray:
 
 
 def _group_ids(groups: Sequence[Group], by: str) -> np.ndarray:
-    """Return an id for each group: the index of the group, or of the first group with the same prompt tokens. Shape:
-    int64 [groups]."""
+    """Return an id for each group: the index of the group, or of the first group with the same prompt. Shape: int64
+    [groups]."""
     if by == "row":
         return np.arange(len(groups))
     first: dict[bytes, int] = {}
-    return np.array([first.setdefault(group.prompt.token_ids.tobytes(), index) for index, group in enumerate(groups)])
+    return np.array([first.setdefault(group.prompt.key, index) for index, group in enumerate(groups)])
 
 
 def log_ratios(trajectories: Sequence[Trajectory], reference: Sequence[np.ndarray]) -> np.ndarray:

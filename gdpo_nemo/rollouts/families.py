@@ -56,7 +56,7 @@ def group_key(trajectory: Trajectory, group_by: str) -> object:
         group_by: value of ``gdpo.group_by``.
     """
     prompt = trajectory.prompt
-    return prompt.token_ids.tobytes() if group_by == "prompt" else prompt.id
+    return prompt.key if group_by == "prompt" else prompt.id
 
 
 def families_of(trajectories: Sequence[Trajectory], group_by: str) -> dict[str, Family]:

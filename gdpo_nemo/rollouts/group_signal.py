@@ -92,11 +92,7 @@ def siblings_of(group: Group, groups: Iterable[Group], config: Config) -> list[G
 
 def _compared_by(prompt: Prompt, config: Config) -> tuple[str, bytes]:
     """Return a key that is equal for prompts whose samples are compared with ``gdpo.group_by: prompt``."""
-    return part_of(config, prompt.environment), _tokens(prompt)
-
-
-def _tokens(prompt: Prompt) -> bytes:
-    return prompt.token_ids.tobytes()
+    return part_of(config, prompt.environment), prompt.key
 
 
 def split_group(group: Group, part: Group | None) -> tuple[list[Group], list[Group]]:
@@ -210,7 +206,7 @@ class InFlight:
     def add(self, position: int, prompt: Prompt) -> None:
         """Record that the group with this prompt index is being sampled."""
         if self._by_prompt:
-            self._prompts[position] = _tokens(prompt)
+            self._prompts[position] = prompt.key
 
     def remove(self, position: int) -> None:
         """Record that the group with this prompt index is finished."""
@@ -224,7 +220,7 @@ class InFlight:
             ready: groups that are finished and not trained yet.
         """
         group = made.group
-        if _tokens(group.prompt) in self._prompts.values():
+        if group.prompt.key in self._prompts.values():
             return True
         siblings = siblings_of(group, (other.group for other in ready), config)
         return part_with_signal(group, config, siblings) is not None

@@ -389,9 +389,10 @@ def _sync_check(policy: PolicyConfig, inputs: Inputs, fleet: EngineFleet) -> Syn
 
     if not policy.generation.verify_weights:
         return None
-    prompts = [prompt.token_ids for prompt in inputs.prompts.head(PROMPTS)]
+    prompts = inputs.prompts.head(PROMPTS)
     vocabulary = read_model_config(inputs.folder / "config.json")["vocab_size"]
-    return SyncCheck.sampled(fleet, prompts, vocabulary, policy.max_total_sequence_length)
+    token_ids, images = [prompt.token_ids for prompt in prompts], [prompt.images for prompt in prompts]
+    return SyncCheck.sampled(fleet, token_ids, vocabulary, policy.max_total_sequence_length, images)
 
 
 def point_to_logs(error: BaseException | None, keep_logs: Callable[[Path], Path | None], run_dir: Path) -> bool:

@@ -13,7 +13,16 @@ from safetensors.torch import load_file
 
 from gdpo_nemo.models.architectures import last_name
 from gdpo_nemo.models.hf_folder import open_weights, save_tensors, weight_names
-from gdpo_nemo.models.peft import CONFIG, MATRICES, PREFIX, PeftAdapter, check_fit, read_shapes
+from gdpo_nemo.models.peft import (
+    CONFIG,
+    MATRICES,
+    PREFIX,
+    PeftAdapter,
+    changed_prefixes,
+    check_fit,
+    read_shapes,
+    with_prefix,
+)
 from gdpo_nemo.utils.errors import ConfigError, RunError
 
 Pairs = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
@@ -136,19 +145,26 @@ def merged_into(
         raise RunError(f"adapters: the model has no weight for {len(unused)} matrices, for example {min(unused)}")
 
 
-def write_adapter(folder: str | Path, matrices: Mapping[str, torch.Tensor], adapters: Adapters) -> None:
+def write_adapter(
+    folder: str | Path, matrices: Mapping[str, torch.Tensor], adapters: Adapters, base: Path | None = None
+) -> None:
     """Write an adapter to a folder that PEFT and vLLM can load.
 
     Args:
         matrices: A and B under PEFT's names.
+        base: folder of the base model, whose modules may have other names in memory. None does not change the names.
 
     Raises:
         OSError: if the folder cannot be written.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    save_tensors(matrices, folder / MATRICES, metadata={"format": "pt"})
+    in_file = changed_prefixes(base)
+    stored = {PREFIX + with_prefix(name.removeprefix(PREFIX), in_file): matrix for name, matrix in matrices.items()}
+    save_tensors(stored, folder / MATRICES, metadata={"format": "pt"})
     description = adapters.description(peft_modules(matrices))
+    if in_file:  # PEFT selects modules by their last names, which modules of the tower share
+        description["exclude_modules"] = r".*visual\..*"
     (folder / CONFIG).write_text(json.dumps(description, indent=1))
 
 
@@ -162,14 +178,19 @@ def read_pairs(adapter: PeftAdapter, base: Path, key: str) -> dict[str, tuple[to
     Raises:
         ConfigError: if the matrices cannot be read, if A or B is missing, or if they do not match the base model.
     """
-    shapes = read_shapes(adapter, key)
+    shapes = read_shapes(adapter, key, base)
     check_fit(shapes, base, key)
+    in_file = changed_prefixes(base)
     file = adapter.folder / MATRICES
     try:
         matrices = load_file(file)
     except Exception as error:  # noqa: BLE001 - safetensors raises its own exception type and OSError
         raise ConfigError(f"{key}: {file} cannot be read ({error})") from None
-    return {module: (matrices[peft_name(module, "A")], matrices[peft_name(module, "B")]) for module in shapes}
+    pairs = {}
+    for module in shapes:
+        stored = with_prefix(module, in_file)
+        pairs[module] = matrices[peft_name(stored, "A")], matrices[peft_name(stored, "B")]
+    return pairs
 
 
 def merged_weights(adapter: PeftAdapter, base: Path, key: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from gdpo_nemo.cluster.weight_sync import MARGIN, SyncCheck
+from gdpo_nemo.cluster.weight_sync import MARGIN, SyncCheck, _end_of
 from gdpo_nemo.config.load import load_config
+from gdpo_nemo.data.images import Image, PlacedImage
 from gdpo_nemo.utils.errors import RunError
 
 pytestmark = pytest.mark.slow
@@ -73,7 +74,7 @@ class Model:
         logprobs = self.logits(ids).log_softmax(-1)
         return logprobs[:-1].gather(1, torch.tensor(ids[1:, None], dtype=torch.int64))[:, 0].numpy()
 
-    def score(self, sequences):
+    def score(self, sequences, images):
         """As a fleet: two engines with the same weights."""
         found = [self._scored(ids) for ids in sequences]
         return {0: found, 1: found}
@@ -121,6 +122,25 @@ def sides(start, config):
     sync_check = SyncCheck.sampled(engines, prompts, VOCABULARY, 128)
     sync_check.calibrate(policy, config)
     return policy, engines, sync_check
+
+
+@pytest.mark.parametrize(
+    "length,most,images,tokens,starts",
+    [
+        (300, 200, [], 128, []),
+        (300, 200, [(10, 20), (250, 20)], 128, [78]),
+        (300, 200, [(150, 20), (170, 20)], 130, [0]),  # more tokens for the last image
+        (300, 120, [(150, 20), (170, 20)], 110, []),  # it does not fit
+        (20, 200, [(2, 8)], 20, [2]),
+        (20, 9, [(2, 8), (10, 8)], 2, []),
+        (20, 9, [(0, 20)], 1, []),  # nothing follows the image
+    ],
+)
+def test_a_shortened_prompt_keeps_its_last_image_and_divides_none(length, most, images, tokens, starts):
+    placed = tuple(PlacedImage(Image("a" * 64, 8, 8, b""), *image) for image in images)
+    prompt = np.arange(length, dtype=np.int32)
+    found, moved = _end_of(prompt, placed, most)
+    assert found.tolist() == prompt[-tokens:].tolist() and [image.start for image in moved] == starts
 
 
 def trained(weights: Weights, seed: int, size: float = 2e-3) -> Weights:

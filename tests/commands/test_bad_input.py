@@ -16,6 +16,7 @@ import pytest
 from bad_input import added, binary, empty, folder, gone, loop, replaced, snapshot, text
 from bad_input_by_kind import BY_KIND, STEP
 from bad_input_hostile import HOSTILE
+from bad_input_images import IMAGES
 from bad_input_objectives import CHECK, OBJECTIVES
 from bad_input_of_runs import EVAL, EXPLAIN, HEALTH, PLAN, RECIPES, ROLLOUTS, RUNS
 
@@ -304,7 +305,19 @@ ENVIRONMENTS = [
     ("env new empty --dir {d}", None, "already exists"),
     ("env new mine --dir {d}/rows.jsonl", None, "rows.jsonl"),
 ]
-CASES = [*COMMAND_LINE, *CONFIGS, *ROWS, *MODELS, *ENVIRONMENTS, *RUNS, *OBJECTIVES, *RECIPES, *HOSTILE, *BY_KIND]
+CASES = [
+    *COMMAND_LINE,
+    *CONFIGS,
+    *ROWS,
+    *MODELS,
+    *ENVIRONMENTS,
+    *RUNS,
+    *OBJECTIVES,
+    *RECIPES,
+    *HOSTILE,
+    *BY_KIND,
+    *IMAGES,
+]
 _DEADLINE_S = 300
 _MOST_S = 10.0
 """Seconds of CPU that a refusal may cost, with those of child processes: time depends on the load."""

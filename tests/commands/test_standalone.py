@@ -98,7 +98,7 @@ class Part:
     def logprobs(self, sequences, temperature=None, packed=True):
         return [np.full(len(s.completion_ids), -1.0, np.float32) for s in sequences]
 
-    def score(self, sequences):
+    def score(self, sequences, images):
         return {0: [np.full(len(ids) - 1, -1.0, np.float32) for ids in sequences]}
 
     def load_checkpoint(self, folder, weights_only=False):

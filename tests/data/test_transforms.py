@@ -172,3 +172,16 @@ def test_rows_of_image_datasets_become_prompts_with_answers():
     assert row_formats.clevr({**row, "solution": " 3\n"})["answer"] == "3"
     row = {"images": ["first", "second"], "problem": "<image>Find x.", "answer": 7}
     assert row_formats.geometry3k(row) == {"prompt": "Find x.", "images": ["first"], "answer": "7"}
+
+
+class Encoded(bytes):
+    def __str__(self):
+        raise AssertionError("an encoded image was converted to text")
+
+
+def test_check_of_converted_rows_does_not_read_encoded_images(tmp_path):
+    path = tmp_path / "module_with_image.py"
+    path.write_text("def rows():\n    return [{'problem': 'How many?', 'solution': '3', 'image': IMAGE}]\n")
+    ImportPath(f"{path}:rows").load().__globals__["IMAGE"] = Encoded(b"x")
+    data = DatasetConfig(path=f"{path}:rows", type="gdpo_nemo.data.row_formats:clevr")
+    assert load_rows(data, {}, "train", 0)[0]["answer"] == "3"

@@ -220,11 +220,12 @@ def main(out: str) -> None:
     """See the top of the file."""
     os.environ["VLLM_DISABLE_SHARED_EXPERTS_STREAM"] = "1"  # a stream needs a GPU
     os.environ["HF_HUB_OFFLINE"] = "1"
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "megatron")]
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "megatron"), str(ROOT / "tests" / "models")]
     from gdpo_nemo.generation.engine import ENVIRONMENT
 
     os.environ |= ENVIRONMENT
     import tiny_models
+    import tiny_vision
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from gdpo_nemo.generation.vllm_core import _register_model
@@ -239,6 +240,10 @@ def main(out: str) -> None:
             config.save_pretrained(folder)
             _register_model(str(folder))  # or vLLM would look at each class in a process of its own
             found[name] = {**decided(folder), "family": config.model_type}
+        for name in tiny_vision.KINDS:
+            folder = tiny_vision.write_tiny_vision(Path(scratch) / name, name)
+            _register_model(str(folder))
+            found[name] = {**decided(folder), "family": name}
         join_group(scratch)
         # vLLM's Gemma 4 imports fusions of kernels that the CPU build lacks.
         for name in (mixture for mixture in tiny_models.MIXTURES if mixture != "gemma4-moe"):

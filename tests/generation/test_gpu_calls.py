@@ -128,8 +128,8 @@ def test_an_update_a_sleep_and_requests_are_calls_that_vllm_has(core, engine_mod
     read = open_weights(str(engine_model))
     manifest, buffer = pack(((name, read(name)) for name in weight_names(str(engine_model))), 3)
     sampling = Sampling(1.0, 0.9, 20, 8, ("stop",))
-    requests = [("a", [1, 2], sampling_parameters(SampleRequest(np.arange(2), 1), sampling, 8))]
-    core.add([*requests, ("b", [1, 2], scoring_parameters())])
+    requests = [("a", [1, 2], sampling_parameters(SampleRequest(np.arange(2), 1), sampling, 8), None)]
+    core.add([*requests, ("b", [1, 2], scoring_parameters(), None)])
     assert core.hold() == [] and core.unstarted() == set()
     core.update(manifest, MemoryReceiver(), [buffer], keep=False)
     core.release()
@@ -144,7 +144,7 @@ def test_an_update_a_sleep_and_requests_are_calls_that_vllm_has(core, engine_mod
     core.close()
 
     ((update,), _) = made.update_weights.call_args
-    (sent, receiver) = pickle.loads(update["update_info"]["update"])
+    sent, receiver, _ = pickle.loads(update["update_info"]["update"])
     assert sent == manifest and receiver.buffer is None and receiver.path.startswith("/dev/shm/gdpo_nemo_weights_")
     assert made.llm_engine.engine_core.shutdown.called
     assert [call.args[0] for call in made.llm_engine.add_request.call_args_list] == ["a", "b"]

@@ -25,11 +25,11 @@ def load_failure(place, folder, break_it) -> str:
     return ""
 
 
-def save_and_go_on(place, folder, batch, checkpoint, count=2, precision="float32"):
+def save_and_go_on(place, folder, batch, checkpoint, count=2, precision="float32", train_tower=False):
     """One update, a checkpoint, and ``count`` more updates."""
     from gdpo_nemo.megatron.checkpoint import save
 
-    policy = build_policy(place, folder, precision)
+    policy = build_policy(place, folder, precision, train_tower=train_tower)
     assignment = spread(place, batch)
     train(policy, batch, assignment, 1)
     save(policy, checkpoint)
@@ -81,11 +81,11 @@ def tampered_save(place, folder, batch, checkpoint):
     return ""
 
 
-def load_and_go_on(place, folder, batch, checkpoint, count=2, precision="float32"):
+def load_and_go_on(place, folder, batch, checkpoint, count=2, precision="float32", train_tower=False):
     """The updates after a checkpoint."""
     from gdpo_nemo.megatron.checkpoint import load_checkpoint
 
-    policy = build_policy(place, folder, precision)
+    policy = build_policy(place, folder, precision, train_tower=train_tower)
     load_checkpoint(policy, checkpoint)
     return train(policy, batch, spread(place, batch), count)
 

@@ -10,6 +10,7 @@ import layouts
 import pytest
 import rank_cases
 import tiny_models
+import tiny_vision
 from rank_pool import RankPool
 
 
@@ -46,7 +47,15 @@ def on_ranks(pool):
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory):
     """``model_folder(name)``: the folder of a tiny model, written once."""
-    return cache(lambda name: tiny_models.write_model(name, tmp_path_factory.mktemp(name)))
+
+    @cache
+    def write(name: str):
+        folder = tmp_path_factory.mktemp(name)
+        if name in tiny_vision.KINDS:
+            return tiny_vision.write_tiny_vision(folder, name)
+        return tiny_models.write_model(name, folder)
+
+    return write
 
 
 @pytest.fixture(scope="session")

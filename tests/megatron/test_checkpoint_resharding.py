@@ -8,6 +8,7 @@ import checkpoint_cases
 import numpy as np
 import pytest
 import tiny_models
+import vision_cases
 from hf_reference import relative_error
 
 pytestmark = pytest.mark.slow
@@ -108,6 +109,17 @@ def test_a_byte_that_turns_on_the_way_to_disk_is_found_by_reading_back(on_ranks,
     arguments = (model_folder("qwen3"), tiny_models.make_batch(), tmp_path / "checkpoint")
     (said,) = on_ranks("TP1", checkpoint_cases.tampered_save, *arguments)
     assert said == "1 tensors have different values when read back, for example embedding.word_embeddings.weight"
+
+
+@pytest.mark.parametrize(
+    "before, after, trained", [(PRODUCT, PRODUCT, True), (PRODUCT, "TP1", True), ("TP1", "PP2+DIST", False)]
+)
+def test_a_vision_tower_and_its_optimizer_state_are_resharded(on_ranks, model_folder, tmp_path, before, after, trained):
+    folder = model_folder("qwen3_vl")
+    arguments = (folder, vision_cases.make_batch(folder), tmp_path, 2, "float32", trained)
+    undisturbed = on_ranks(before, checkpoint_cases.save_and_go_on, *arguments)[0]
+    continued = on_ranks(after, checkpoint_cases.load_and_go_on, *arguments)[0]
+    assert relative_error(continued, undisturbed) < (1e-5 if after != before else 1e-15)
 
 
 EXPERTS = "DP2xEP2+DIST"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import rank_cases
 import tiny_models
+import tiny_vision
 from layouts import fitting
 from safetensors.numpy import load_file, save_file
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("layout", ["TP1", "TP2", "PP2", "PP2+SHORTHEAD"])
 def test_round_trip_is_bit_exact(on_ranks, model_folder, layout):
-    check({name: model_folder(name) for name in tiny_models.DENSE}, on_ranks, layout)
+    check({name: model_folder(name) for name in (*tiny_models.DENSE, *tiny_vision.KINDS)}, on_ranks, layout)
 
 
 @pytest.mark.parametrize("layout", ["TP1", "TP2+SP", "TP2xEP2xETP1+SP", "DP2xEP2", "PP2"])

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import peft
 import pytest
 import torch
 from tiny_models import VOCABULARY, write_model
-from transformers import AutoModelForCausalLM
+from tiny_vision import KINDS, write_tiny_vision
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from gdpo_nemo.commands.cli import main
-from gdpo_nemo.models.peft import read_peft_adapter
+from gdpo_nemo.models.peft import read_peft_adapter, read_shapes
 from gdpo_nemo.utils.errors import ConfigError
+from gdpo_nemo.weights import adapters as weights
+from gdpo_nemo.weights.adapters import Adapters, read_pairs
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
@@ -59,6 +63,29 @@ def test_a_merged_adapter_gives_the_logits_of_peft(options, base, tmp_path, caps
     assert (status, capsys.readouterr().out.strip().splitlines()[-1]) == (0, str(tmp_path / "hf"))
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     torch.testing.assert_close(logits(merged), wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_of_an_image_model_have_the_names_of_peft(kind, tmp_path, monkeypatch, recwarn):
+    """Also on the tower, whose modules have the names of the text model's in Qwen2.5-VL."""
+    monkeypatch.setattr(sys.modules[__name__], "AutoModelForCausalLM", AutoModelForImageTextToText)
+    base = write_tiny_vision(tmp_path / "base", kind)
+    wanted = logits(write_adapter(base, tmp_path / "adapter"))
+    adapter = read_peft_adapter(tmp_path / "adapter", "key")
+    pairs = read_pairs(adapter, base, "key")
+    assert any("visual" in module for module in pairs) == (kind == "qwen2_5_vl")
+    assert main(["convert", "--to", "hf", str(tmp_path / "adapter"), str(tmp_path / "hf")]) == 0
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "hf")
+    torch.testing.assert_close(logits(merged), wanted, atol=1e-4, rtol=0)
+
+    text = {module: pair for module, pair in pairs.items() if "visual" not in module}
+    settings = Adapters(4, 6.0, 0.0, str(base))
+    weights.write_adapter(tmp_path / "ours", dict(weights.named(text)), settings, base)
+    recwarn.clear()
+    model = peft.PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(base), tmp_path / "ours")
+    torch.testing.assert_close(logits(model.eval()), wanted, atol=1e-5, rtol=0)
+    assert not any("missing" in str(warning.message) for warning in recwarn)
+    assert sorted(read_shapes(read_peft_adapter(tmp_path / "ours", "key"), "key", base)) == sorted(text)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ against the advantages of each estimator, without an epsilon."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,9 @@ from gdpo_nemo.algorithms import compute_advantages
 from gdpo_nemo.algorithms.estimators import ESTIMATORS
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.data.images import Image, PlacedImage
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory, Verdict
-from gdpo_nemo.rollouts.credit import advantages_of, with_weights
+from gdpo_nemo.rollouts.credit import advantages_of, trajectory_groups, with_weights
 from gdpo_nemo.rollouts.group_maker import MadeGroup
 from gdpo_nemo.rollouts.group_signal import InFlight, has_signal, part_with_signal, siblings_of
 from gdpo_nemo.rollouts.user_functions import load_estimator
@@ -110,6 +112,18 @@ def test_a_group_has_signal_if_and_only_if_the_estimator_gives_it_an_advantage(h
     siblings = [siblings_of(one, batch, chosen) for one in batch]
     found = [has_signal(one, chosen, others) for one, others in zip(batch, siblings)]
     assert found == [expected(one, others, chosen) for one, others in zip(batch, siblings)]
+
+
+def test_prompts_with_equal_tokens_and_different_images_are_not_compared():
+    """Two rows with one question about different images, and a repetition of the first row."""
+    images = [Image(digest * 64, 56, 56, b"") for digest in "aba"]
+    batch = []
+    for position, image in enumerate(images):
+        made = group(position, 0, [R, W])
+        prompt = replace(made.prompt, images=(PlacedImage(image, 0, 1),))
+        batch.append(replace(made, prompt=prompt, trajectories=[replace(t, prompt=prompt) for t in made.trajectories]))
+    assert [len(siblings_of(one, batch, config(PROMPT))) for one in batch] == [1, 0, 1]
+    assert trajectory_groups(batch, "prompt").tolist() == [0, 0, 1, 1, 0, 0]
 
 
 @pytest.mark.parametrize(

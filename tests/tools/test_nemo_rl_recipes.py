@@ -276,7 +276,7 @@ VALUES = {
     "images": {
         "gdpo.rewards": {"exact_alnum": 0.8, "format": 0.2},
         "env": {"functions": {"functions": {"exact_alnum": f"{VISION}.same_text", "format": f"{VISION}.has_tags"}}},
-        "gdpo.group_by": "row",
+        "gdpo.group_by": "prompt",
         "checkpointing.metric_name": "validation/exact_alnum",
         # clevr.py: each split is a dataset.
         "data.train.path": "MMInstruction/Clevr_CoGenT_TrainA_70K_Complex",

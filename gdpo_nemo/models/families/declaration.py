@@ -216,6 +216,8 @@ class Tower:
 
     prefix: str
     """Prefix of the tower's tensors in a Hugging Face folder."""
+    in_memory: Mapping[str, str] = field(default_factory=dict)
+    """Prefixes of modules that transformers changes when it loads a folder. PEFT uses the changed names."""
     interleaved: bool = False
     """True if the rows and columns of images alternate in the frequencies of the text model's rotary embedding.
 

@@ -111,6 +111,7 @@ _QWEN_2_5_VL = replace(
     defaults={**_QWEN_WINDOW, "num_key_value_heads": 8, "max_window_layers": 80},
     tower=Tower(
         "visual.",
+        in_memory={"model.": "model.language_model.", "visual.": "model.visual."},
         mlp=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
         merger=("ln_q", "mlp.0", "mlp.2"),
         biases=False,

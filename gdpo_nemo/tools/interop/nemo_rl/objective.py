@@ -32,8 +32,16 @@ def learning(recipe: Recipe, findings: Findings) -> None:
         part(recipe, findings)
     _schedule(recipe, findings)
     _lora(recipe, findings)
-    if has_images(recipe) and recipe.model.images and not recipe.lora and not recipe.freezes_tower:
+    if has_images(recipe):
+        _images(recipe, findings)
+
+
+def _images(recipe: Recipe, findings: Findings) -> None:
+    if recipe.model.images and not recipe.lora and not recipe.freezes_tower:
         findings.set("policy.vision.train", True, "NeMo-RL trains the vision tower unless freeze_config freezes it")
+    if not recipe.rows:
+        what = "prompts of a group have equal images; NeMo-RL compares only tokens, which contain the size of an image"
+        findings.differs("groups", what)
 
 
 def _estimator(recipe: Recipe, findings: Findings) -> None:
@@ -139,7 +147,7 @@ def _rewards(recipe: Recipe, findings: Findings) -> None:
     if workers:
         findings.set("rollout.env_workers", workers, f"env.{env_name(recipe)}.num_workers")
     findings.set("gdpo.rewards", rewards, f"components of {env_name(recipe)}")
-    _groups(recipe, findings)
+    findings.set("gdpo.group_by", "prompt", "NeMo-RL groups samples by their prompt tokens")
     if recipe.get("grpo.use_dynamic_sampling"):
         multiple = float(recipe.get("grpo.batch_multiplier", 1.0))
         findings.set(
@@ -150,14 +158,6 @@ def _rewards(recipe: Recipe, findings: Findings) -> None:
     lengths = any("overlong" in rule or "truncated" in rule for rule in rules)
     if recipe.get("grpo.use_dynamic_sampling") and lengths and not recipe.before("0.7"):
         findings.set("gdpo.dynamic_sampling.before_shaping", True, "NeMo-RL filters by unshaped_total_reward")
-
-
-def _groups(recipe: Recipe, findings: Findings) -> None:
-    """Set the samples that are compared. NeMo-RL compares samples of prompts with equal tokens."""
-    if has_images(recipe):
-        findings.differs("groups", "each row is a group; NeMo-RL merges rows with equal text and images of equal size")
-    else:
-        findings.set("gdpo.group_by", "prompt", "NeMo-RL groups samples by their prompt tokens")
 
 
 def _partial_groups(findings: Findings) -> None:
