@@ -44,7 +44,7 @@ class ImageReader:
         return ImageProcessor(self._model)
 
     def read(self, value: Any, folder: Path | None = None) -> Image:
-        """Return an image as ``read_image`` does, but check the size of an ``Image``, too. Raises ValueError."""
+        """Return an image as ``read_image`` does, and also check the size of an ``Image``. Raises ValueError."""
         image = read_image(value, self.limits, folder)
         if image.width * image.height > self.limits.max_pixels:
             raise ValueError(

@@ -221,8 +221,8 @@ def _sample(sample: SampleAll, prompts: Sequence[Prompt], requests: Sequence[Sam
         prompts: prompts of the call that have images.
 
     Raises:
-        RunError: if there are no requests, or a request has the tokens of such a prompt without its images. The policy
-            would be trained with images that the engine has not seen.
+        RunError: if ``requests`` is empty, or a request has the tokens of a prompt without its images. The policy would
+            be trained with images that the engine has not seen.
     """
     if not requests:
         raise RunError("the rollout function requested no completion")
