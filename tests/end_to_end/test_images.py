@@ -70,7 +70,9 @@ def test_trainer_and_sampler_agree_on_prompts_with_images(run_dir):
     assert [row["step"] for row in trained] == [1, 2]
     for row in trained:
         assert row["parity/max_abs"] < 1e-5 and row["parity/probe"] < 1e-5 and row["grad_norm"] > 0
-        assert row["vision/tower_images"] == 4 and row["rollout/env_failed"] == 0
+        assert row["rollout/env_failed"] == 0
+    # The frozen tower processes each image once in the run. The comparison of weights uses some of them first.
+    assert sum(row["vision/tower_images"] for row in trained) == 8
 
 
 def test_rewards_of_the_demo_and_of_functions_see_the_image_of_the_row(run_dir):
