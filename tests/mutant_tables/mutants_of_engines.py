@@ -153,4 +153,34 @@ ENGINES = (
         "test_samples_that_wait_for_their_group_leave_room_and_prove_that_the_engine_samples",
         "a long group does not count as an engine that samples nothing",
     ),
+    mutant(
+        "generation/vllm_core.py",
+        "            self._engine.reset_encoder_cache()\n",
+        "            pass\n",
+        "generation/test_engine_images.py::test_images_are_processed_with_the_tower_of_an_update",
+        "images are processed with the new tower",
+    ),
+    mutant(
+        "generation/images.py",
+        '{"image": [image.sha256 for image, _, _ in images]},',
+        '{"image": ["same"] * len(images)},',
+        "generation/test_engine_images.py::test_sampled_logprobs_are_those_of_transformers",
+        "an engine distinguishes images of prompts with equal tokens",
+    ),
+    mutant(
+        "cluster/sent_images.py",
+        "            self._hashes.add(placed.image.sha256)\n",
+        "",
+        "rollouts/test_replaced_engines.py::"
+        "test_data_of_an_image_is_sent_once_to_each_engine_and_again_if_the_engine_lacks_it",
+        "data of an image is sent once to each engine",
+    ),
+    mutant(
+        "cluster/policy_group.py",
+        "images[self._data_ranks[rank]] if self._decodes[rank] else None",
+        "images[self._data_ranks[rank]]",
+        "cluster/test_prompt_sharing.py::"
+        "test_data_of_a_distinct_image_is_stored_once_per_data_parallel_rank_and_read_by_first_stages_only",
+        "later pipeline stages get no image data",
+    ),
 )
