@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +92,8 @@ def _text(message: Message) -> str:
     if isinstance(content, (list, tuple)) and all(_is_text(part) for part in content):
         return "".join(part["text"] for part in content)
     if role == "tool":
-        return json.dumps(without_nulls(content), ensure_ascii=False)
+        with suppress(TypeError):  # of values that are not JSON, such as images
+            return json.dumps(without_nulls(content), ensure_ascii=False)
     raise ValueError("has no text" if content is None else "has content other than text")
 
 
@@ -121,22 +123,15 @@ def media_of(row: Mapping[str, Any], key: str, kinds: Sequence[str]) -> set[str]
     return found
 
 
-def messages_in(value: Any) -> list[Mapping[str, Any]]:
-    """Return the messages in a column, or no messages if it is not a conversation."""
-    return [message for message in value if isinstance(message, Mapping)] if isinstance(value, list) else []
-
-
 def parts_of(value: Any) -> Iterator[Mapping[str, Any]]:
     """Yield the content parts of all messages in a column."""
-    for message in messages_in(value):
-        for part in content_parts(message):
-            if isinstance(part, Mapping):
-                yield part
+    for message in value if isinstance(value, list) else ():
+        yield from (part for part in content_parts(message) if isinstance(part, Mapping))
 
 
-def content_parts(message: Message) -> Sequence[Any]:
+def content_parts(message: Any) -> Sequence[Any]:
     """Return the parts of a message's content, or no parts if it is text."""
-    content = message.get("content")
+    content = message.get("content") if isinstance(message, Mapping) else None
     return content if isinstance(content, (list, tuple)) else ()
 
 

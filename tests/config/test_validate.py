@@ -13,7 +13,7 @@ from gdpo_nemo.config.data_files import may_be_on_the_hub
 from gdpo_nemo.config.effects import EFFECTS, SWITCHED_OFF
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.load import all_keys, load_config, save_config
-from gdpo_nemo.config.model_checks import resolve
+from gdpo_nemo.config.model_checks import check_model, resolve
 from gdpo_nemo.config.requirements import REQUIREMENTS
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.models.weights import parameters
@@ -475,6 +475,81 @@ FIRST, LAST = (f"{MEGATRON}.num_layers_in_{end}_pipeline_stage" for end in ("fir
 )
 def test_an_uneven_pipeline_has_to_hold_the_models_layers(minimal, model, overrides, expected):
     assert expected in refused(minimal, f"policy.model_name={model}", *overrides)
+
+
+@pytest.fixture
+def image_model(model: Path) -> Path:
+    """A model with four layers, of which two add features of images."""
+    text = {
+        "vocab_size": 512,
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 32,
+        "max_position_embeddings": 1024,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "rope_parameters": {"rope_theta": 1e4, "mrope_section": [4, 6, 6], "mrope_interleaved": True},
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": 256,
+        "deepstack_visual_indexes": [0, 1],
+    }
+    content = {
+        "model_type": "qwen3_vl",
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "text_config": text,
+        "vision_config": vision,
+        "image_token_id": 500,
+        "video_token_id": 501,
+    }
+    (model / "config.json").write_text(json.dumps(content))
+    (model / "model.safetensors").unlink()
+    return model
+
+
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [
+        (
+            [STAGES],
+            "has 1 layers, but the model adds features of images to its first 2",
+        ),
+        (
+            [f"{MEGATRON}.pipeline_model_parallel_size=2", f"{MEGATRON}.virtual_pipeline_model_parallel_size=2"],
+            "use fewer stages, or set num_layers_in_first_pipeline_stage to at least 2",
+        ),
+        (
+            [*GPUS, f"{MEGATRON}.attention_backend=flash"],
+            "flash is not supported for a model with rotary positions in images (M-RoPE); use auto or flex",
+        ),
+    ],
+)
+def test_settings_that_an_image_model_does_not_support_are_refused(minimal, image_model, overrides, expected):
+    config = load_config(minimal, [f"policy.model_name={image_model}", *overrides])
+    with pytest.raises(ConfigError) as caught:
+        check_model(config.policy, resolve_layout(config), weights=False)
+    assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "override, expected", [("policy.lora.rank=4", "policy.lora"), (f"{MEGATRON}.optimizer.type=muon", "muon")]
+)
+def test_a_tower_is_not_trained_with_adapters_or_muon(minimal, override, expected):
+    message = refused(minimal, "policy.vision.train=true", override)
+    assert message.startswith("policy.vision.train: conflicts with policy") and expected in message
+
+
+def test_a_tower_that_does_not_exist_cannot_be_trained(minimal, model):
+    expected = "policy.vision.train: the model in"
+    assert expected in refused(minimal, f"policy.model_name={model}", "policy.vision.train=true")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,10 @@ import numpy as np
 import pytest
 import rank_cases
 import tiny_vision
+import torch
 import vision_cases
+
+from gdpo_nemo.config.schema import LoraConfig
 
 CUT = "TP2+SP"
 LAYOUTS = ["TP1", CUT, "PP2", "CP2", "TP2xCP2+SP", "TP2xPP2+FULL", "DP2+OVERLAP", "PP2xVPP2"]
@@ -87,3 +90,79 @@ def test_prompts_with_equal_tokens_and_different_images_share_no_image(on_ranks,
     check_equal(results, batch, expected, True)
     # All samples of a prompt begin with the same token, and both prompts with the same text in front of the image.
     assert results[0].saved == 2 * (len(batch[0].prompt_ids) + 1) + batch[0].images[0].start
+
+
+@pytest.fixture(scope="module")
+def two_updates(on_ranks, folder, reference):
+    """``two_updates(layout, trained)``: the batch, and ``Steps`` by rank."""
+
+    @cache
+    def run(layout, trained, lora=None):
+        batch, _ = reference("qwen3_vl", vision_cases.make_batch)
+        return batch, on_ranks(
+            layout, vision_cases.steps, folder("qwen3_vl"), batch, trained, lora and LoraConfig(lora)
+        )
+
+    return run
+
+
+def values(results, batch, read) -> np.ndarray:
+    return np.concatenate(rank_cases.by_sequence([read(result) for result in results], batch))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["TP1", "DP2+OVERLAP"])
+def test_trained_tower_processes_the_distinct_images_of_a_micro_batch_in_each_pass(two_updates, layout):
+    """The reference has the weights of the start, also after updates. Some micro-batches have no image."""
+    batch, results = two_updates(layout, True)
+    distinct = sum(result.distinct for result in results)
+    assert distinct < sum(len(s.images) for s in batch) and results[0].images == [3 * distinct] * 2
+    assert any("visual." in name for name in results[0].changed)
+    before, after = (values(results, batch, lambda r, i=i: r.policy[i]) for i in (0, 2))
+    assert np.abs(before - after).max() > 1e-2
+    for read in (lambda r: r.reference[0], lambda r: r.reference[2], lambda r: r.teacher):
+        np.testing.assert_allclose(values(results, batch, read), before, atol=1e-6, rtol=0)
+    on_one = values(two_updates("TP1", True)[1], batch, lambda r: r.policy[2])
+    np.testing.assert_allclose(after, on_one, atol=2e-5, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["TP1", "CP2"])
+def test_frozen_tower_processes_an_image_once(two_updates, layout):
+    """On each rank, in all passes of policy, reference and teacher. The teacher has its own tower."""
+    batch, results = two_updates(layout, False)
+    images = {placed.image for s in batch for placed in s.images}
+    assert 0 < results[0].images[0] <= len(images) * len(results) and results[0].images[1] == 0
+    assert results[0].changed and not any("visual." in name for name in results[0].changed)
+    before = values(results, batch, lambda r: r.policy[0])
+    for read in (lambda r: r.reference[2], lambda r: r.teacher):
+        np.testing.assert_allclose(values(results, batch, read), before, atol=1e-6, rtol=0)
+
+
+@pytest.mark.slow
+def test_adapters_train_only_the_language_model(two_updates, reference):
+    batch, results = two_updates("TP1", False, 4)
+    changed = results[0].changed
+    assert len(changed) == 4 * 7 and all(".language_model.layers." in name for name in changed)
+    for got, expected in zip(
+        (values(results, batch, lambda r: r.policy[0]), values(results, batch, lambda r: r.reference[2])),
+        [np.concatenate(reference("qwen3_vl", vision_cases.make_batch)[1].logprobs)] * 2,
+    ):
+        np.testing.assert_allclose(got, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", tiny_vision.KINDS)
+def test_bfloat16_is_as_accurate_as_transformers(on_ranks, folder, reference, kind):
+    batch, exact = reference(kind, vision_cases.make_batch)
+    theirs = vision_cases.of_transformers(folder(kind), batch, torch.bfloat16).logprobs
+    results = on_ranks("TP1", vision_cases.measured, folder(kind), batch, True, True, "bfloat16")
+    ours = rank_cases.by_sequence([result.before for result in results], batch)
+    mine, other = (np.abs(np.concatenate(found) - np.concatenate(exact.logprobs)).mean() for found in (ours, theirs))
+    assert 0 < mine < 1.25 * other
+    assert results[0].norm == pytest.approx(exact.norm(), rel=0.05)
+
+
+@pytest.mark.slow
+def test_least_recently_used_features_are_dropped(on_ranks):
+    assert on_ranks("TP1", vision_cases.cached)[0] == [0, 2, 3]

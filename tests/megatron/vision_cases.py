@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import pickle
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tiny_vision import picture, token_id
 from gdpo_nemo.data.image_processor import ImageProcessor
 from gdpo_nemo.data.images import Image
 from gdpo_nemo.data.packing import TrainSequence
+from gdpo_nemo.data.shares import Share
 
 PLACEHOLDER = token_id("<|image_pad|>")
 UNUSED = 271
@@ -137,23 +139,98 @@ class Measured:
     """tokens that are not computed"""
 
 
-def measured(place, folder, batch, sharing, train_tower=True, budget=60, **options) -> Measured:
-    """Return log-probs and gradients of a batch, laid out as the driver lays it out for ``policy.share_prompts``."""
+def shared_out(place, policy, batch, sharing, budget=60):
+    """Return the sequences and micro-batches that the driver would send here, and the number of shared tokens.
+
+    Ranks after the first stage get no data of images.
+    """
     from megatron.core import parallel_state
     from rank_cases import budget_of
 
-    from gdpo_nemo.algorithms import LossSettings
     from gdpo_nemo.data.prefixes import choose_layout
 
-    policy = build_policy(place, folder, share_prompts=sharing, train_tower=train_tower, **options)
     layout = choose_layout(sharing, batch, budget_of(place.layout, budget))
     mine = layout.assignment[parallel_state.get_data_parallel_rank()]
-    sequences = [replace(s, shared=shared) for s, shared in zip(batch, layout.shared)]
-    before = policy.logprobs(sequences, mine)
-    policy.backward(sequences, mine, LossSettings())
+    share = Share.of(batch, mine, shared=layout.shared)
+    if not policy.is_first_stage:
+        share = share.with_image_data(None)
+    share = pickle.loads(pickle.dumps(share))
+    return (share.sequences(), share.micro_batches), [i for members in mine for i in members], sum(layout.shared)
+
+
+def measured(place, folder, batch, sharing, train_tower=True, precision="float32") -> Measured:
+    """Return log-probs and gradients of a batch, laid out as the driver lays it out for ``policy.share_prompts``."""
+    from gdpo_nemo.algorithms import LossSettings
+
+    policy = build_policy(place, folder, precision, share_prompts=sharing, train_tower=train_tower)
+    work, places, saved = shared_out(place, policy, batch, sharing)
+    before = in_batch(policy.logprobs(*work), places)
+    policy.backward(*work, LossSettings())
     gradients = gradients_of(policy)
-    result = policy.train(sequences, mine, LossSettings())
-    return Measured(before, gradients, result.grad_norm, result.sums["tower_images"], sum(layout.shared))
+    result = policy.train(*work, LossSettings())
+    return Measured(before, gradients, result.grad_norm, result.sums["tower_images"], saved)
+
+
+def in_batch(found, places):
+    """Return ``TokenValues`` whose sequences are indices in the batch, or None if the rank does not report."""
+    return found and replace(found, sequence=np.array(places)[found.sequence])
+
+
+@dataclass
+class Steps:
+    """Log-probs before and after each of two updates, of the policy and of its reference, and what towers did."""
+
+    policy: list
+    reference: list
+    teacher: object
+    """Log-probs of the starting weights as a teacher."""
+    images: list[float]
+    """images that the towers processed, by update"""
+    distinct: int
+    """sum over the micro-batches of this rank of their distinct images"""
+    changed: set[str]
+    """names of the tensors that the updates changed"""
+
+
+def steps(place, folder, batch, train_tower, lora=None) -> Steps:
+    """Run two updates, each after log-probs of policy and reference."""
+    from gdpo_nemo.algorithms import LossSettings
+
+    policy = build_policy(place, folder, keep_reference=True, train_tower=train_tower, lora=lora)
+    start = exported(policy)
+    work, places, _ = shared_out(place, policy, batch, False)
+    found = Steps([], [], None, [], 0, set())
+
+    def score():
+        found.policy.append(in_batch(policy.logprobs(*work), places))
+        found.reference.append(in_batch(policy.logprobs(*work, reference=True), places))
+
+    for _ in range(2):
+        score()
+        found.images.append(policy.train(*work, LossSettings()).sums["tower_images"])
+    score()
+    policy.load_teacher(folder)
+    with policy.using_teacher():
+        found.teacher = in_batch(policy.logprobs(*work), places)
+    sequences, micro_batches = work
+    for members in micro_batches:
+        found.distinct += len({placed.image for i in members for placed in sequences[i].images})
+    end = exported(policy)
+    found.changed = {name for name, tensor in start.items() if not np.array_equal(tensor, end[name])}
+    return found
+
+
+def cached(place) -> list[int]:
+    """Return the indices of four images that a cache for three finds, if the first was read before the last came."""
+    from gdpo_nemo.megatron.vision import FeatureCache
+
+    images = [encoded(32, 32, seed) for seed in range(4)]
+    cache = FeatureCache(3 * 40)
+    for image in images:
+        cache.find(images[:1])
+        cache.add(image.sha256, torch.zeros(5, 2, 1))
+    found = cache.find(images)
+    return [index for index, image in enumerate(images) if image.sha256 in found]
 
 
 def gradients_of(policy) -> dict[str, np.ndarray]:
@@ -161,7 +238,7 @@ def gradients_of(policy) -> dict[str, np.ndarray]:
     parameters = [p for chunk in policy.chunks for p in chunk.parameters()]
     weights = [p.data for p in parameters]
     for p in parameters:
-        p.data = p.main_grad if p.requires_grad else torch.zeros_like(p)
+        p.data = p.main_grad.to(p.dtype) if p.requires_grad else torch.zeros_like(p)
     gradients = exported(policy)
     for p, weight in zip(parameters, weights):
         p.data = weight
