@@ -167,20 +167,4 @@ ENGINES = (
         "generation/test_engine_images.py::test_sampled_logprobs_are_those_of_transformers",
         "an engine distinguishes images of prompts with equal tokens",
     ),
-    mutant(
-        "cluster/sent_images.py",
-        "            self._hashes.add(placed.image.sha256)\n",
-        "",
-        "rollouts/test_replaced_engines.py::"
-        "test_data_of_an_image_is_sent_once_to_each_engine_and_again_if_the_engine_lacks_it",
-        "data of an image is sent once to each engine",
-    ),
-    mutant(
-        "cluster/policy_group.py",
-        "images[self._data_ranks[rank]] if self._decodes[rank] else None",
-        "images[self._data_ranks[rank]]",
-        "cluster/test_prompt_sharing.py::"
-        "test_data_of_a_distinct_image_is_stored_once_per_data_parallel_rank_and_read_by_first_stages_only",
-        "later pipeline stages get no image data",
-    ),
 )
