@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from gdpo_nemo.data.image_reader import ImageReader
 from gdpo_nemo.data.images import Image
+
+if TYPE_CHECKING:
+    from gdpo_nemo.data.image_reader import ImageReader
 
 _PARTS = ("image_url", "input_image")
 """Types of image parts: of the Chat Completions API and of the Responses API."""

@@ -9,12 +9,11 @@ from collections import Counter, deque
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from gdpo_nemo.data.conversation import Conversation
-from gdpo_nemo.data.image_reader import ImageReader
 from gdpo_nemo.data.images import Image, Images, moved
 from gdpo_nemo.data.replies import parsed_arguments
 from gdpo_nemo.environments.server_replies import printable
@@ -44,6 +43,9 @@ from gdpo_nemo.rollouts.endpoint.requests import (
 )
 from gdpo_nemo.utils.errors import GdpoError, RunError
 from gdpo_nemo.utils.waits import waiting
+
+if TYPE_CHECKING:
+    from gdpo_nemo.data.image_reader import ImageReader
 
 MODEL = "policy"
 _NO_ROLLOUT = "no rollout is in flight"
