@@ -35,7 +35,7 @@ _QUARTER = 32
 """Width and height of a quarter of the image in pixels, which is one image token of the demo's model."""
 _CELL = _QUARTER // 2
 _RADIUS = 6
-_GREY = (184, 200)
+_GREY = (190, 194)
 """Range of red, green and blue of the background. It makes images distinct, so that those of validation are held out.
 A short warm-up learns the places slowly on a white background, and the counts slowly on a dark one."""
 

@@ -70,7 +70,8 @@ def plain_message(message: Message, images: bool = False) -> dict[str, Any]:
     """Return a message as ``chat_messages`` does, but with its tool calls unchanged. Raises ValueError."""
     plain = _given(message)
     content: Any = message.get("content")
-    plain["content"] = list(map(_part, content)) if images and _has_images(content) else _text(message)
+    is_text = isinstance(content, str) or not images or not _has_images(content)
+    plain["content"] = _text(message) if is_text else list(map(_part, content))
     if plain.get("role") == "developer":
         plain["role"] = "system"
     if not plain.get("tool_calls", True):
@@ -114,9 +115,10 @@ def media_of(row: Mapping[str, Any], key: str, kinds: Sequence[str]) -> set[str]
     found = set()
     for name in kinds:
         value = row.get(name)
-        values = value if isinstance(value, list) else [value]
-        if name != key and value and not all(isinstance(one, Image) for one in values):
-            found.add(name)
+        if value and name != key:
+            values = value if isinstance(value, list) else [value]
+            if not all(isinstance(one, Image) for one in values):
+                found.add(name)
     for part in parts_of(row.get(key)):
         if part.get("type") in kinds and not isinstance(part.get("image"), Image):
             found.add(part["type"])
@@ -126,7 +128,9 @@ def media_of(row: Mapping[str, Any], key: str, kinds: Sequence[str]) -> set[str]
 def parts_of(value: Any) -> Iterator[Mapping[str, Any]]:
     """Yield the content parts of all messages in a column."""
     for message in value if isinstance(value, list) else ():
-        yield from (part for part in content_parts(message) if isinstance(part, Mapping))
+        for part in content_parts(message):
+            if isinstance(part, Mapping):
+                yield part
 
 
 def content_parts(message: Any) -> Sequence[Any]:

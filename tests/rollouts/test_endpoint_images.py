@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import base64
 import io
-from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 from scripted_engines import ScriptedEngines
-from tiny_vision import picture, token_id, write_tiny_vision
+from tiny_vision import picture, token_id
 from transformers import AutoTokenizer
 
 from gdpo_nemo.config.sections import ImagesConfig
@@ -55,15 +54,10 @@ class Engines(ScriptedEngines):
         return Completion(ids, np.full(4, -1.0, np.float32), "stop", ((self.version, 4),)), 0
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return write_tiny_vision(tmp_path_factory.mktemp("vision"), "qwen3_vl")
-
-
 @pytest.fixture
-def endpoint(folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    reader = ImageReader(ImagesConfig(max_pixels=100_000, max_per_prompt=LIMIT), folder, tokenizer)
+def endpoint(vision_folder):
+    tokenizer = AutoTokenizer.from_pretrained(vision_folder)
+    reader = ImageReader(ImagesConfig(max_pixels=100_000, max_per_prompt=LIMIT), vision_folder, tokenizer)
     engines = Engines()
     talk = Conversation(tokenizer, True, images=reader)
     made = Endpoint(Service(engines, talk, Budgets(4, 80, 400), images=reader), "127.0.0.1", 0)
