@@ -3,6 +3,7 @@
     python examples/make_tiny_model.py results/models/digit_sort_0 --seed 0       a minute on two cores
     python examples/make_tiny_model.py results/models/small_0 --seed 0 --small    a fifth of the size
     python examples/make_tiny_model.py results/models/mixture_0 --seed 0 --mixture  a mixture of experts
+    python examples/make_tiny_model.py results/models/dots_0 --seed 0 --dots      images and words
     python examples/make_tiny_model.py results/models/random_0 --seed 0 --random  seconds; untrained
 
 ``make_tiny_model`` warms up a random Qwen2 on digit sorting. It uses next-token training with the same Megatron policy
@@ -18,6 +19,7 @@ created atomically.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import random
@@ -27,8 +29,9 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 # On a few cores, threads that spin while waiting slow the training down. torch reads this variable during import.
@@ -38,10 +41,21 @@ import numpy as np
 import torch
 import transformers
 from tokenizers import pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Qwen2Tokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    Qwen2Tokenizer,
+    Qwen2VLImageProcessor,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
 
 from gdpo_nemo import GdpoError, LossSettings, TrainSequence
 from gdpo_nemo.config.schema import MegatronConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
+from gdpo_nemo.config.sections import VisionConfig
+from gdpo_nemo.data.images import Images
 from gdpo_nemo.data.packing import Budget, assign
 from gdpo_nemo.environments.tasks.digit_sort import DIGITS, is_held_out
 from gdpo_nemo.models.hf_folder import whole_or_nothing
@@ -104,6 +118,21 @@ MODEL_CONFIGS = {
         "model_type": "qwen2", "vocab_size": 29, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 2, "intermediate_size": 192, "max_position_embeddings": 128, "tie_word_embeddings": True,
     },
+    "make_dots_model": {
+        "model_type": "qwen3_vl", "image_token_id": 4, "video_token_id": 5, "vision_start_token_id": 2,
+        "vision_end_token_id": 3, "tie_word_embeddings": True,
+        "text_config": {
+            "vocab_size": 19, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 512, "max_position_embeddings": 128,
+            "tie_word_embeddings": True, "initializer_range": 0.04, "rope_parameters": {"rope_type": "default",
+            "rope_theta": 10000.0, "mrope_section": [4, 6, 6], "mrope_interleaved": True},
+        },
+        "vision_config": {
+            "depth": 2, "hidden_size": 128, "intermediate_size": 256, "num_heads": 4, "out_hidden_size": 128,
+            "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0], "initializer_range": 0.04,
+        },
+    },
     "make_random_model": {
         "model_type": "qwen2", "vocab_size": 259, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 2, "intermediate_size": 192, "max_position_embeddings": 2048, "tie_word_embeddings":
@@ -121,6 +150,13 @@ DIGIT_CHAT_TEMPLATE = (
 """A user's message without anything around it, so a prompt of one message is that of ``digit_sort``."""
 CALL = ('<tool_call>{"name": "book_look_up", "arguments": {"key": "', '"}}</tool_call>')
 """Text before and after the key in a call of ``book_look_up``, each of them one token."""
+
+DOTS_CHAT_TEMPLATE = (
+    "{% for message in messages %}{% for part in message.content %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' if part.type == 'image' else part.text }}"
+    "{% endfor %}{% endfor %}"
+)
+"""Images and texts of the messages without anything around them."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -229,6 +265,18 @@ def make_form_model(folder: str, seed: int, steps: int = WARM_UP_STEPS) -> None:
         _warm_up(scratch, partial, seed, steps, _form_rows(seed, tokenizer), rows_per_step=32)
 
 
+def make_dots_model(folder: str, seed: int, steps: int = 300) -> None:
+    """Write a Qwen3-VL that answers ``coloured_dots.py``: 1,649,152 parameters, two thirds of them in the vision tower.
+
+    Each word of a training text is right in 35 % of the texts, and otherwise random. See ``make_tiny_model``.
+    """
+    tokenizer = dots_tokenizer()
+    with whole_or_nothing(folder) as partial, tempfile.TemporaryDirectory() as scratch:
+        _write_random(scratch, tokenizer, seed, MODEL_CONFIGS["make_dots_model"])
+        _write_dots_processor(scratch, tokenizer)
+        _warm_up(scratch, partial, seed, steps, _dots_rows(seed, tokenizer, scratch), rows_per_step=64)
+
+
 def make_random_model(folder: str, seed: int) -> None:
     """Write a random two-layer byte-level Qwen2 with a chat template to ``folder``, for tests with real text.
 
@@ -245,14 +293,26 @@ def _write_random(folder: str | Path, tokenizer: Qwen2Tokenizer, seed: int, fiel
     config = AutoConfig.for_model(dtype="float32", **fields, **special_ids)
     transformers.logging.disable_progress_bar()
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config)
+    has_tower = hasattr(config, "vision_config")
+    model = (AutoModelForImageTextToText if has_tower else AutoModelForCausalLM).from_config(config)
     if ties:
         _bring_scores_together(model)
+    if has_tower:  # at the usual size, a short warm-up does not find out where a patch is
+        torch.nn.init.normal_(model.model.visual.pos_embed.weight)
     model.generation_config = GenerationConfig(do_sample=True, **special_ids)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for file in Path(folder).glob("*.safetensors"):  # safetensors writes files that only their owner can read
         file.chmod((Path(folder) / "config.json").stat().st_mode & 0o777)
+
+
+def _write_dots_processor(folder: str | Path, tokenizer: Qwen2Tokenizer) -> None:
+    """Write the processor of images of 64 x 64 pixels. transformers requires a video processor, which is not used."""
+    size = {"shortest_edge": 64 * 64, "longest_edge": 64 * 64}
+    middle = [0.5] * 3
+    images = Qwen2VLImageProcessor(patch_size=16, image_mean=middle, image_std=middle, size=size)
+    videos = Qwen3VLVideoProcessor(patch_size=16)
+    Qwen3VLProcessor(images, tokenizer, videos, chat_template=DOTS_CHAT_TEMPLATE).save_pretrained(folder)
 
 
 def _bring_scores_together(model: torch.nn.Module) -> None:
@@ -285,6 +345,28 @@ def digit_chat_tokenizer() -> Qwen2Tokenizer:
     tokenizer.add_tokens(list(CALL))
     tokenizer.chat_template = DIGIT_CHAT_TEMPLATE
     return tokenizer
+
+
+def dots_tokenizer() -> Qwen2Tokenizer:
+    """Return a tokenizer with a token for each word of ``coloured_dots.py``, and the special tokens of Qwen3-VL."""
+    media = [f"<|{name}|>" for name in ("vision_start", "vision_end", "image_pad", "video_pad")]
+    special = ["<pad>", "<eos>", *media]
+    tokenizer = _tokenizer(
+        special, unk_token="<pad>", pad_token="<pad>", eos_token="<eos>", additional_special_tokens=media
+    )
+    dots = _coloured_dots()
+    first, *others = dots.WORDS.values()
+    tokenizer.add_tokens([dots.QUESTION, *first, *(f" {word}" for words in others for word in words)])
+    tokenizer.chat_template = DOTS_CHAT_TEMPLATE
+    return tokenizer
+
+
+def _coloured_dots() -> ModuleType:
+    """Return the module ``coloured_dots.py``, which is in the folder of this file."""
+    spec = importlib.util.spec_from_file_location("coloured_dots", Path(__file__).with_name("coloured_dots.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def byte_tokenizer() -> Qwen2Tokenizer:
@@ -368,6 +450,8 @@ class Row(NamedTuple):
     """Token ids, including the end token."""
     written: list[bool] | None = None
     """True for completion tokens that are trained; None: all of them are."""
+    images: Images = ()
+    """Images of the prompt."""
 
 
 def _character_rows(seed: int) -> Iterator[Row]:
@@ -469,6 +553,26 @@ def _form_rows(seed: int, tokenizer: Qwen2Tokenizer) -> Iterator[Row]:
         yield Row(tokenizer.encode(number), [*tokenizer.encode(form), tokenizer.eos_token_id])
 
 
+def _dots_rows(seed: int, tokenizer: Qwen2Tokenizer, folder: str | Path) -> Iterator[Row]:
+    """Yield rows of ``coloured_dots.py`` with answers whose words are random in 65 % of the rows, independently."""
+    from gdpo_nemo.config.sections import ImagesConfig
+    from gdpo_nemo.data.image_processor import ImageProcessor
+    from gdpo_nemo.data.images import read_image
+
+    rng = random.Random(seed)
+    dots = _coloured_dots()
+    processor = ImageProcessor(folder)
+    chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": dots.QUESTION}]}]
+    prompt = tokenizer.encode(tokenizer.apply_chat_template(chat, tokenize=False), add_special_tokens=False)
+    for number in count():
+        for row in dots.ColouredDots().rows(f"warm-up {number}", None, seed):
+            ids, images = processor.place(np.array(prompt), [read_image(row["image"], ImagesConfig())])
+            answer = " ".join(
+                row[name] if rng.random() < 0.35 else rng.choice(words) for name, words in dots.WORDS.items()
+            )
+            yield Row(ids.tolist(), [*tokenizer.encode(answer, add_special_tokens=False), EOS], images=images)
+
+
 # -- the warm-up ----------------------------------------------------------------------------------------------------
 
 
@@ -502,7 +606,8 @@ def _training(folder: str, steps: int, freeze_routers: bool) -> PolicyConfig:
     )
     scheduler = SchedulerConfig(lr_decay_style="linear", lr_warmup_steps=min(20, steps - 1))
     megatron = MegatronConfig(optimizer=optimizer, scheduler=scheduler, freeze_moe_router=freeze_routers)
-    return PolicyConfig(model_name=folder, precision="float32", megatron_cfg=megatron)
+    vision = VisionConfig(train=True)  # of models with a tower
+    return PolicyConfig(model_name=folder, precision="float32", vision=vision, megatron_cfg=megatron)
 
 
 def _train(policy, rows: Iterator[Row], steps: int, rows_per_step: int) -> None:
@@ -527,6 +632,7 @@ def _sequences(rows: list[Row]) -> list[TrainSequence]:
             sampler_logprobs=np.zeros(len(row.completion), np.float32),
             advantage=1.0,
             loss_mask=None if row.written is None else np.array(row.written),
+            images=row.images,
         )
         for row in rows
     ]
@@ -545,11 +651,14 @@ def main(arguments: list[str] | None = None) -> int:
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--small", action="store_true", help="make a digit-sorting model of a fifth of the size")
     kind.add_argument("--random", action="store_true", help="make a byte-level model with random weights instead")
+    kind.add_argument("--dots", action="store_true", help="make a model that describes images of coloured dots")
     kind.add_argument("--mixture", action="store_true", help="make a digit-sorting mixture-of-experts model")
     options = parser.parse_args(arguments)
     make = make_tiny_model
     if options.small:
         make = make_small_model
+    elif options.dots:
+        make = make_dots_model
     elif options.mixture:
         make = make_mixture_model
     elif options.random:

@@ -383,4 +383,4 @@ def _without_placeholders(answer: Answer, images: Images, is_placeholder: np.nda
         return answer.mask
     repeats = np.ones(len(is_placeholder), np.int64)
     repeats[is_placeholder] = [placed.tokens for placed in images]
-    return np.repeat(~is_placeholder if answer.mask is None else answer.mask & ~is_placeholder, repeats)
+    return np.repeat(~is_placeholder if answer.mask is None else answer.mask, repeats)

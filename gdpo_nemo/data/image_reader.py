@@ -44,8 +44,14 @@ class ImageReader:
         return ImageProcessor(self._model)
 
     def read(self, value: Any, folder: Path | None = None) -> Image:
-        """Return an image as ``read_image`` does. Raises ValueError."""
-        return read_image(value, self.limits, folder)
+        """Return an image as ``read_image`` does, and also check the size of an ``Image``. Raises ValueError."""
+        image = read_image(value, self.limits, folder)
+        if image.width * image.height > self.limits.max_pixels:
+            raise ValueError(
+                f"has {image.width} x {image.height} pixels; the maximum is {self.limits.max_pixels} "
+                "(data.images.max_pixels)"
+            )
+        return image
 
     def is_placeholder(self, token_ids: np.ndarray) -> np.ndarray:
         """Return which tokens are placeholders of images: bool [tokens]."""

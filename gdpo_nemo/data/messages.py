@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +70,8 @@ def plain_message(message: Message, images: bool = False) -> dict[str, Any]:
     """Return a message as ``chat_messages`` does, but with its tool calls unchanged. Raises ValueError."""
     plain = _given(message)
     content: Any = message.get("content")
-    plain["content"] = list(map(_part, content)) if images and _has_images(content) else _text(message)
+    is_text = isinstance(content, str) or not images or not _has_images(content)
+    plain["content"] = _text(message) if is_text else list(map(_part, content))
     if plain.get("role") == "developer":
         plain["role"] = "system"
     if not plain.get("tool_calls", True):
@@ -91,7 +93,8 @@ def _text(message: Message) -> str:
     if isinstance(content, (list, tuple)) and all(_is_text(part) for part in content):
         return "".join(part["text"] for part in content)
     if role == "tool":
-        return json.dumps(without_nulls(content), ensure_ascii=False)
+        with suppress(TypeError):  # of values that are not JSON, such as images
+            return json.dumps(without_nulls(content), ensure_ascii=False)
     raise ValueError("has no text" if content is None else "has content other than text")
 
 
@@ -112,31 +115,27 @@ def media_of(row: Mapping[str, Any], key: str, kinds: Sequence[str]) -> set[str]
     found = set()
     for name in kinds:
         value = row.get(name)
-        values = value if isinstance(value, list) else [value]
-        if name != key and value and not all(isinstance(one, Image) for one in values):
-            found.add(name)
+        if value and name != key:
+            values = value if isinstance(value, list) else [value]
+            if not all(isinstance(one, Image) for one in values):
+                found.add(name)
     for part in parts_of(row.get(key)):
         if part.get("type") in kinds and not isinstance(part.get("image"), Image):
             found.add(part["type"])
     return found
 
 
-def messages_in(value: Any) -> list[Mapping[str, Any]]:
-    """Return the messages in a column, or no messages if it is not a conversation."""
-    return [message for message in value if isinstance(message, Mapping)] if isinstance(value, list) else []
-
-
 def parts_of(value: Any) -> Iterator[Mapping[str, Any]]:
     """Yield the content parts of all messages in a column."""
-    for message in messages_in(value):
+    for message in value if isinstance(value, list) else ():
         for part in content_parts(message):
             if isinstance(part, Mapping):
                 yield part
 
 
-def content_parts(message: Message) -> Sequence[Any]:
+def content_parts(message: Any) -> Sequence[Any]:
     """Return the parts of a message's content, or no parts if it is text."""
-    content = message.get("content")
+    content = message.get("content") if isinstance(message, Mapping) else None
     return content if isinstance(content, (list, tuple)) else ()
 
 

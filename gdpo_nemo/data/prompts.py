@@ -102,14 +102,13 @@ class PromptSource:
         verifiers = [environment_of_row(row, dataset, environments, split, index) for index, row in enumerate(rows)]
         texts = self._read(rows, verifiers, dataset)
         self.fingerprint = _fingerprint(rows, texts, self.environment)
-        """SHA-256 of all rows in order, including skipped rows, to detect changed data."""
+        """SHA-256 of all rows in order, including skipped rows and hashes of images, to detect changed data."""
         self.order = lru_cache(maxsize=8)(self._draw_order)
         """Function that returns the indices of the prompts of an epoch, in order: int64 [prompts]. The sources of
         ``data.mix`` may be in different epochs."""
 
     def _read(self, rows: list[Row], verifiers: Sequence[str], dataset: DatasetConfig) -> list[str]:
-        """Fill ``_prompts`` and ``refused``. Return the prompt text of every row, including skipped rows, followed by
-        the hashes of its images."""
+        """Fill ``_prompts`` and ``refused``. Return the prompt text of every row, including skipped rows."""
         split = self._split
         render = _Renderer(dataset, self._environments, self._tokenizer, split)
         rows = [_cleaned(row, split, index) for index, row in enumerate(rows)]
@@ -135,7 +134,7 @@ class PromptSource:
                 f"data.{split}: all {len(rows)} prompts are longer than {self._max_prompt_tokens} tokens "
                 f"(the shortest has {shortest}); raise policy.max_total_sequence_length"
             )
-        return list(map(_identity, prompts))
+        return texts
 
     def _placed(self, index: int, token_ids: np.ndarray, images: Sequence[Image]) -> tuple[np.ndarray, Images]:
         """Return the tokens of row ``index`` with all placeholders of its images, and the images with positions."""
@@ -274,11 +273,6 @@ class _Rendered(NamedTuple):
     """Chat messages, whose images are ``{"type": "image"}`` (None if the prompt is not a conversation)."""
     images: Sequence[Image]
     """Images in the order of their placeholders."""
-
-
-def _identity(prompt: _Rendered) -> str:
-    """Return the prompt's text, followed by the hashes of its images."""
-    return " ".join([prompt.text, *(image.sha256 for image in prompt.images)])
 
 
 class _Renderer:

@@ -8,7 +8,7 @@ contain its image itself.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from gdpo_nemo.config.data_files import data_paths, is_rows_function
 from gdpo_nemo.config.schema import DatasetConfig
 from gdpo_nemo.config.sections import ImagesConfig
 from gdpo_nemo.data.images import Image, read_image
-from gdpo_nemo.data.messages import OTHER_MEDIA, content_parts, image_in, is_image, media_of, messages_in, parts_of
+from gdpo_nemo.data.messages import OTHER_MEDIA, content_parts, image_in, is_image, media_of, parts_of
 from gdpo_nemo.data.rows import PROMPT_KEYS, Row
 from gdpo_nemo.utils.errors import ConfigError
 
@@ -103,13 +103,14 @@ class _RowReader:
         repeats = isinstance(row.get(key), str) and any(isinstance(row[name], list) for name in answers)
         if key not in row or (repeats and self._kind != "sft"):  # see ``example_rows``
             return [[name] for name in answers]
-        return [[key, name] for name in answers]
+        return [[key, name] for name in answers] or [[key]]
 
     def _check_texts(self, name: str, value: Any) -> None:
         """Raise ValueError if a text contains the placeholder of an image."""
         if self._placeholder is None:
             return
-        texts: list[Any] = [value, *(message.get("content") for message in messages_in(value))]
+        messages = value if isinstance(value, list) else ()
+        texts: list[Any] = [value, *(message.get("content") for message in messages if isinstance(message, Mapping))]
         texts += [part.get("text") for part in parts_of(value)]
         if any(isinstance(text, str) and self._placeholder in text for text in texts):
             raise ValueError(
@@ -139,17 +140,17 @@ class _RowReader:
         """Return messages with the images in their parts read. Parts without an image get the value None."""
         if not any(map(is_image, parts_of(value))):
             return value
-        messages = []
-        for number, message in enumerate(value):
-            parts = []
-            for part in content_parts(message):
-                if is_image(part):
-                    image = image_in(part)
-                    where = f"column {name!r}: message {number}: the image"
-                    part = {"type": "image", "image": None if image is None else self._read(image, where)}
-                parts.append(part)
-            messages.append({**message, "content": parts} if parts else message)
-        return messages
+
+        def read(part: Any) -> Any:
+            if not is_image(part):
+                return part
+            image = image_in(part)
+            return {
+                "type": "image",
+                "image": None if image is None else self._read(image, f"column {name!r}: the image"),
+            }
+
+        return _changed(value, read)
 
     def _fill(self, row: Row, path: dict[str, Any], column: str, images: list[Image]) -> None:
         """Put images into a conversation's parts without an image. Raises ValueError if their numbers differ.
@@ -175,8 +176,12 @@ class _RowReader:
                 f"{len(parts)} images (column {column or first!r}), but data.images.max_per_prompt is {limit}"
             )
         waiting = iter(images)
+
+        def fill(part: Any) -> Any:
+            return {**part, "image": next(waiting)} if is_image(part) and part["image"] is None else part
+
         for name, value in path.items():
-            row[name] = _filled(value, waiting) if any(map(is_image, parts_of(value))) else value
+            row[name] = _changed(value, fill) if any(map(is_image, parts_of(value))) else value
 
     def _read(self, value: Any, where: str) -> Image:
         try:
@@ -199,12 +204,11 @@ def _with_places(value: Any, count: int, name: str) -> list[Any]:
     raise ValueError(f"column {name!r} has no user message for {_count(count, 'image')}")
 
 
-def _filled(messages: list[Any], images: Iterator[Image]) -> list[Any]:
+def _changed(messages: list[Any], change: Callable[[Any], Any]) -> list[Any]:
+    """Return messages with each part of their contents changed."""
     found = []
     for message in messages:
-        parts = []
-        for part in content_parts(message):
-            parts.append({**part, "image": next(images)} if is_image(part) and part["image"] is None else part)
+        parts = list(map(change, content_parts(message)))
         found.append({**message, "content": parts} if parts else message)
     return found
 

@@ -4,11 +4,12 @@ A multi-turn environment defines ``reward_names`` and ``episode()``. ``episode()
 with these methods:
 
 * ``reset(row) -> prompt | None``: receives the row's columns. Returns the first prompt as text or chat messages, or
-  None to use the row's prompt.
+  None to use the row's prompt. Images of the row are PIL images.
 * ``step(message) -> (observation, rewards, done)``: receives the policy's message, ``{"role": "assistant", "content":
   text, "finish_reason": "stop" | "length"}``. The observation is text or chat messages for the policy, or None when the
-  episode is done. The rewards of this step are a mapping from component name to reward, or None. ``done`` is True if
-  the episode is over. Rewards of the same component are summed over the steps.
+  episode is done. Contents of messages may have parts ``{"type": "image", "image": PIL image}``. The rewards of this
+  step are a mapping from component name to reward, or None. ``done`` is True if the episode is over. Rewards of the
+  same component are summed over the steps.
 * ``cut() -> rewards | None``, optional: replaces the next step if the turn or token budget is exhausted.
 
 Each step runs in any free worker process of the environment pool, with the time limit ``rollout.env_timeout_s``. The
@@ -28,6 +29,7 @@ from typing import Any, Protocol
 from gdpo_nemo.algorithms.rubrics import criteria_of, is_known
 from gdpo_nemo.data.records import Outcome, Prompt
 from gdpo_nemo.environments.base import Environment, reward_value
+from gdpo_nemo.environments.images import encoded, with_pictures
 from gdpo_nemo.utils.errors import ConfigError, RunError
 
 MAX_STATE_BYTES = 16 * 2**20
@@ -106,7 +108,8 @@ def advance(environment: Environment, step: EpisodeStep) -> EpisodeReply:
     try:
         if step.state is None:
             episode = environment.episode()
-            observation = episode.reset(dict(step.prompt.fields))
+            fields = dict(step.prompt.fields)
+            observation = episode.reset(with_pictures(fields, {}) if step.prompt.images else fields)
             rewards = None
             done = False
         else:
@@ -142,7 +145,10 @@ def _checked_observation(value: Any) -> Observation:
     ):
         if any(m["role"] == "assistant" for m in value):
             raise RunError("an observation contains an assistant message; only the policy may write assistant messages")
-        observation = list(map(dict, value))
+        try:
+            observation = list(encoded(value))
+        except ValueError as error:
+            raise RunError(f"an observation: the image {error}") from None
     else:
         raise RunError(f"an observation must be text or chat messages, not {str(value)[:40]!r}")
     length = len(str(observation))

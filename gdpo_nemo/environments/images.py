@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import base64
 import io
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from gdpo_nemo.data.images import Image, Images
+from gdpo_nemo.data.images import Image, Images, read_image
+from gdpo_nemo.data.messages import Message, content_parts, image_in, is_image
+from gdpo_nemo.data.records import Prompt
 
 
 def with_pictures(value: Any, opened: dict[str, Any]) -> Any:
     """Return a value with PIL images in place of its encoded images.
 
     Args:
-        value: a value of nested lists, tuples and mappings. Containers are copied.
+        value: a value of nested lists, tuples and mappings, which are copied.
         opened: PIL images by hash, which this call uses and extends. Equal images become the same object.
     """
     if isinstance(value, Image):
@@ -31,7 +35,8 @@ def with_pictures(value: Any, opened: dict[str, Any]) -> Any:
     if isinstance(value, Mapping):
         return {key: with_pictures(inner, opened) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [with_pictures(inner, opened) for inner in value]
+        inner = [with_pictures(one, opened) for one in value]
+        return inner if isinstance(value, list) else tuple(inner)
     return value
 
 
@@ -51,17 +56,12 @@ def filled(messages: Iterable[Mapping[str, Any]], images: Images) -> list[dict[s
         content = message.get("content")
         parts: list[Any] = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
         for index, part in enumerate(parts):
-            if is_image_part(part) and left:
+            if is_image(part) and left:
                 parts[index] = {**part, "image": left.pop()}
         found.append({**message, "content": parts if parts else content})
     if left or any("image" not in part for part in _image_parts(found)):
         raise ValueError("the numbers of image parts and images differ")
     return found
-
-
-def is_image_part(part: Any) -> bool:
-    """Return whether a part of a message's content is an image."""
-    return isinstance(part, Mapping) and part.get("type") == "image"
 
 
 def images_in(messages: Any) -> list[Image]:
@@ -72,7 +72,46 @@ def images_in(messages: Any) -> list[Image]:
 def _image_parts(messages: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     for message in messages:
         content = message.get("content")
-        yield from filter(is_image_part, content if isinstance(content, Sequence) else ())
+        yield from filter(is_image, content if isinstance(content, Sequence) else ())
+
+
+def encoded(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages whose image parts are ``{"type": "image", "image": Image}``, to send them to the driver.
+
+    Args:
+        messages: messages of an environment. An image has any form that ``read_image`` accepts, except paths and
+            addresses.
+
+    Raises:
+        ValueError: if an image is invalid.
+    """
+    from gdpo_nemo.config.sections import ImagesConfig  # the driver checks the limits of the run
+
+    found = []
+    for message in messages:
+        parts = list(content_parts(message))
+        for index, part in enumerate(parts):
+            if is_image(part):
+                parts[index] = {"type": "image", "image": read_image(image_in(part), ImagesConfig())}
+        found.append({**message, "content": parts} if parts else dict(message))
+    return found
+
+
+def is_picture(value: Any) -> bool:
+    """Return whether a value is a PIL image, without importing PIL."""
+    pillow = sys.modules.get("PIL.Image")
+    return pillow is not None and isinstance(value, pillow.Image)
+
+
+def without_bytes(prompt: Prompt) -> Prompt:
+    """Return a prompt without its images, also in its columns, for calls that do not read them."""
+    if not prompt.images:
+        return prompt
+    fields = {}
+    for name, value in prompt.fields.items():
+        values = value if isinstance(value, list) else [value]
+        fields[name] = None if any(isinstance(one, Image) for one in values) else value
+    return replace(prompt, images=(), fields=fields)
 
 
 @lru_cache(maxsize=64)

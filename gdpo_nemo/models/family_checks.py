@@ -258,14 +258,11 @@ def _check_tower(model: ModelDescription, tower: Tower) -> None:
     if tower.positions and math.isqrt(fields[tower.positions]) ** 2 != fields[tower.positions]:
         raise model_error(f"vision_config.{tower.positions} must be a square, got {fields[tower.positions]}")
     blocks = fields[tower.deepstack] if tower.deepstack else ()
-    if not _are_sizes(blocks) or len(set(blocks)) != len(blocks) or max(blocks, default=0) >= fields["depth"]:
+    are_different = _are_sizes(blocks) and len(set(blocks)) == len(blocks) <= model.layers
+    if not are_different or max(blocks, default=0) >= fields["depth"]:
         raise model_error(
-            f"vision_config.{tower.deepstack} must contain different indices of the {fields['depth']} blocks, got "
-            f"{repr(blocks)[:40]}"
-        )
-    if len(blocks) > model.layers:
-        raise model_error(
-            f"vision_config.{tower.deepstack} must have at most {model.layers} values (num_hidden_layers)"
+            f"vision_config.{tower.deepstack} must contain different indices of the {fields['depth']} blocks, at most "
+            f"one per layer of the text model, got {repr(blocks)[:40]}"
         )
     _check_axes(model, tower)
 

@@ -81,7 +81,8 @@ def weight_names(folder: str | Path) -> list[str]:
 
 def tower_names(folder: str | Path) -> list[str]:
     """Return the names of the weights of the vision tower in a folder, or an empty list for a text model."""
-    return tower_weights(weight_names(folder), json.loads((Path(folder) / "config.json").read_text()))
+    config = json.loads((Path(folder) / "config.json").read_text())
+    return tower_weights(weight_names(folder), config) if "vision_config" in config else []
 
 
 def stored_names(folder: str | Path) -> list[str]:

@@ -298,6 +298,7 @@ FILES = {
     "rewards.png": "reward curves",
     "report.html": "self-contained report",
     "rollouts": "every sample with its rewards",
+    "images": "images of the samples",
     "checkpoints": "checkpoints to resume from",
     "model": "final weights, Hugging Face format",
     "tensorboard": "for TensorBoard",

@@ -16,6 +16,7 @@ from gdpo_nemo.config.effects import value_of
 from gdpo_nemo.config.model_checks import read_model_config
 from gdpo_nemo.config.schema import Config, DatasetConfig, GdpoConfig
 from gdpo_nemo.config.sections import DataConfig
+from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.observe.console import number
 from gdpo_nemo.observe.installation import version, versions
 from gdpo_nemo.observe.metrics import History, read_metrics
@@ -54,31 +55,41 @@ def write_card(folder: str | Path, base_model: str, config: Config | None, run_d
         from gdpo_nemo.observe.plot import rewards_png  # Importing matplotlib takes a second.
 
         (folder / CURVE).write_bytes(rewards_png(history, config.run.name))
-    (folder / FILE).write_text(_card(base_model, config, history, step, has_plot), encoding="utf-8")
+    card = _card(base_model, config, history, step, has_plot=has_plot, reads_images=_reads_images(folder))
+    (folder / FILE).write_text(card, encoding="utf-8")
     return folder / FILE
 
 
-def _card(base_model: str, config: Config | None, history: History, step: int, has_plot: bool) -> str:
+def _reads_images(folder: Path) -> bool:
+    """Return whether an exported model has a vision tower."""
+    file = folder / "config.json"
+    family = FAMILIES.get(str(read_model_config(file).get("model_type"))) if file.is_file() else None
+    return family is not None and family.tower is not None
+
+
+def _card(
+    base_model: str, config: Config | None, history: History, step: int, *, has_plot: bool, reads_images: bool
+) -> str:
     base = _base_metadata(base_model)
     parent = _hub_name(base_model, base)
     parts = [
-        _front_matter(config, base, parent),
+        _front_matter(config, base, parent, "image-text-to-text" if reads_images else "text-generation"),
         f"# {config.run.name if config else 'Converted model'}",
         _origin(base_model, parent, config, step),
         *([_data(config), _rewards(config.gdpo, history)] if config else []),
         *([f"![reward curves]({CURVE})"] if has_plot else []),
         *([_settings(config)] if config else []),
         _versions(),
-        _use(config is not None and spec_of(config).head == "score"),
+        _use(config is not None and spec_of(config).head == "score", reads_images),
         _licence(base, parent),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _front_matter(config: Config | None, base: dict[str, Any], parent: str | None) -> str:
+def _front_matter(config: Config | None, base: dict[str, Any], parent: str | None, task: str) -> str:
     """Return the YAML front matter with the metadata for the hub."""
     fields: dict[str, Any] = {"base_model": parent} if parent else {}
-    fields |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    fields |= {"library_name": "transformers", "pipeline_tag": task}
     fields["license"] = base.get("license") or _UNKNOWN
     fields |= {key: base[key] for key in ("license_name", "license_link") if key in base}
     named = _hub_datasets(config.data) if config else []
@@ -176,12 +187,16 @@ def _versions() -> str:
     return f"## Versions\n\n{', '.join(f'{name} {text}' for name, text in found.items())}"
 
 
-def _use(scores: bool) -> str:
-    kind = "AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM"
+def _use(scores: bool, reads_images: bool) -> str:
+    kind, reader = "AutoModelForCausalLM", "AutoTokenizer"
+    if scores:
+        kind = "AutoModelForSequenceClassification"
+    elif reads_images:
+        kind, reader = "AutoModelForImageTextToText", "AutoProcessor"
     code = (
-        f"from transformers import {kind}, AutoTokenizer\n\n"
+        f"from transformers import {kind}, {reader}\n\n"
         f'model = {kind}.from_pretrained("FOLDER")  # this folder, or its name on the hub\n'
-        'tokenizer = AutoTokenizer.from_pretrained("FOLDER")'
+        f'{reader.removeprefix("Auto").lower()} = {reader}.from_pretrained("FOLDER")'
     )
     other = "as a reward: `{function: reward_model, model: FOLDER}`" if scores else "`gdpo-nemo chat FOLDER`"
     return f"## Use\n\n```python\n{code}\n```\n\nOr {other}."

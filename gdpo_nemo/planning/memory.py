@@ -3,7 +3,7 @@
 Activation memory is the sum of all tensors that the layers of ``gdpo_nemo.megatron`` save for the backward pass. For
 GPUs, the estimates assume Megatron's fused activation, and also TransformerEngine's norms and attention unless the
 config disables them. These two assumptions were not verified by measurements. ``tests/benchmarks/memory.py`` compares
-the estimates with real ranks.
+the estimates with real ranks. The activations of vision towers are not estimated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ from gdpo_nemo.config.transports import chosen_transport
 from gdpo_nemo.data.prefixes import Saving
 from gdpo_nemo.models.description import ModelDescription
 from gdpo_nemo.models.weights import parameters
-from gdpo_nemo.planning.shape import adapters, expected_saving, matrices, on_rank, on_stage, shape_of, tables_on_rank
+from gdpo_nemo.planning.shape import (
+    adapters,
+    expected_saving,
+    matrices,
+    on_rank,
+    on_stage,
+    shape_of,
+    tables_on_rank,
+    tower_parameters,
+)
 
 BYTES = {"float32": 4, "bfloat16": 2}
 _LOGIT_BYTES = 256 << 20
@@ -194,7 +203,14 @@ def _stage_memory(
 def _trainable(policy: PolicyConfig, shape: ModelDescription, layout: Layout, stage: int) -> tuple[int, int]:
     """Return the numbers of trainable (dense, expert) parameters on a rank."""
     lora = policy.lora
-    return adapters(shape, layout, stage, lora) if lora.rank else on_rank(shape, layout, stage)
+    if lora.rank:
+        return adapters(shape, layout, stage, lora)
+    dense, experts = on_rank(shape, layout, stage)
+    return dense - (_frozen_tower(policy, shape) if stage == 0 else 0), experts
+
+
+def _frozen_tower(policy: PolicyConfig, shape: ModelDescription) -> int:
+    return 0 if policy.vision.train else tower_parameters(shape)
 
 
 def _optimizer_state(policy: PolicyConfig, shape: ModelDescription, layout: Layout, stage: int, size: int) -> int:
@@ -453,11 +469,13 @@ def host_memory(resolved: Resolved, shape: ModelDescription) -> int:
 
 
 def refit_bytes(resolved: Resolved, shape: ModelDescription) -> int:
-    """Return the bytes that one weight update sends to each engine. With LoRA, only the adapters are sent."""
+    """Return the bytes that one weight update sends to each engine: the adapters, or all weights but a frozen tower."""
     config = resolved.config
     lora = config.policy.lora
     undivided = replace(resolved.layout, tensor=1, pipeline=1, expert=1, expert_tensor=1)
-    sent = sum(adapters(shape, undivided, 0, lora)) if lora.rank else parameters(shape)
+    sent = parameters(shape) - _frozen_tower(config.policy, shape)
+    if lora.rank:
+        sent = sum(adapters(shape, undivided, 0, lora))
     return sent * BYTES[config.policy.precision]
 
 
@@ -471,7 +489,8 @@ def checkpoint_bytes(resolved: Resolved, shape: ModelDescription) -> int:
     moments = 4 if policy.megatron_cfg.optimizer.type == "muon" else 8
     optimizer = (moments + (0 if policy.precision == "float32" else 4)) * weights // BYTES[policy.precision]
     reference = parameters(shape) * BYTES[policy.precision] if policy.sync_ref_model else 0
-    return weights + optimizer + reference
+    tower = 0 if policy.lora.rank else _frozen_tower(policy, shape) * BYTES[policy.precision]
+    return weights + tower + optimizer + reference
 
 
 def transport_memory(resolved: Resolved, shape: ModelDescription) -> int:

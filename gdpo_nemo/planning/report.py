@@ -43,7 +43,7 @@ from gdpo_nemo.planning.memory import (
     token_budget,
     transport_memory,
 )
-from gdpo_nemo.planning.shape import expected_saving, groups_saved, model_shape, recorded_bytes
+from gdpo_nemo.planning.shape import expected_saving, groups_saved, model_shape, recorded_bytes, tower_parameters
 from gdpo_nemo.planning.speed import (
     BANDWIDTH_SHARE,
     HOST_LAYER_S,
@@ -207,9 +207,10 @@ def _policy_line(memory: RankMemory, shape: ModelDescription) -> str:
              ("log-prob chunk", memory.logprobs), ("buffers", memory.buffers),
              ("device reserve", memory.reserve)]  # fmt: skip
     terms = " + ".join(f"{size(value)} {name}" for name, value in parts if value)
+    tower = f", {tower_parameters(shape) / 1e6:,.0f} M in the vision tower, whose activations are not estimated"
     return (
         f"{size(memory.total)} on the fullest policy rank (stage {memory.stage}) = {terms}; "
-        f"{parameters(shape) / 1e6:,.0f} M parameters in total"
+        f"{parameters(shape) / 1e6:,.0f} M parameters in total{tower if shape.tower else ''}"
     )
 
 

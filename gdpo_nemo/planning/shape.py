@@ -16,7 +16,7 @@ from gdpo_nemo.models.description import ModelDescription
 from gdpo_nemo.models.family_checks import describe
 from gdpo_nemo.models.known_models import KNOWN
 from gdpo_nemo.models.sources import ModelFacts
-from gdpo_nemo.models.weights import COLUMNS, REPLICATED, weight_table
+from gdpo_nemo.models.weights import COLUMNS, REPLICATED, TOWER, weight_table
 
 
 def on_stage(model: ModelDescription, layout: Layout, stage: int) -> range:
@@ -30,7 +30,13 @@ def on_rank(model: ModelDescription, layout: Layout, stage: int) -> tuple[int, i
     held = [by_layer[layer] for layer in on_stage(model, layout, stage)]
     last = stage == layout.pipeline - 1
     dense = sum(dense for dense, _ in held) + tables_on_rank(model, layout, stage) + last * model.hidden
-    return dense, sum(experts for _, experts in held)
+    return dense + (tower_parameters(model) if stage == 0 else 0), sum(experts for _, experts in held)
+
+
+@lru_cache(maxsize=16)
+def tower_parameters(model: ModelDescription) -> int:
+    """Return the number of parameters of the vision tower, which each rank of the first stage holds, or 0."""
+    return sum(row.size for row in weight_table(model) if row.megatron.startswith(TOWER))
 
 
 def tables_on_rank(model: ModelDescription, layout: Layout, stage: int) -> int:

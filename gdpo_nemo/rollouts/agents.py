@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from gdpo_nemo.config.rollout_checks import TURNS_KEPT
+from gdpo_nemo.data.images import moved
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory
 from gdpo_nemo.environments.server_replies import Failure, FailureKind, printable
 from gdpo_nemo.rollouts.context import RolloutContext, Transcript
@@ -157,15 +158,15 @@ def follow(t: Transcript, response: Mapping[str, Any], history: History) -> list
             )
         if turn is None or len(turn.prompt_ids) != len(prompt):
             raise BrokenEpisode(f"bad_reply: turn {t.turns + 1} contains tokens that this run did not sample")
-        if any(np.array_equal(turn.token_ids, tokens) for tokens in seen):
+        if any(np.array_equal(turn.client_ids, ids) for ids in seen):
             continue
         if t.turns == 0:
-            t.prompt = replace(t.prompt, token_ids=turn.prompt_ids)
+            t.prompt = replace(t.prompt, token_ids=turn.prompt_ids, images=turn.images)
         else:
-            _continue(t, seen, prompt)
+            _continue(t, seen, turn)
         t.append_policy_tokens(turn.completion)
         turns.append(turn)
-        seen.append(turn.token_ids)
+        seen.append(turn.client_ids)
     if t.turns == 0:
         raise BrokenEpisode(f"the response contains no turn of the policy{_reason(response)}")
     if response.get("incomplete_details"):
@@ -173,20 +174,22 @@ def follow(t: Transcript, response: Mapping[str, Any], history: History) -> list
     return turns
 
 
-def _continue(t: Transcript, seen: Sequence[np.ndarray], prompt: np.ndarray) -> None:
+def _continue(t: Transcript, seen: Sequence[np.ndarray], turn: Turn) -> None:
     """Append the tokens of a turn's prompt, after the turn that the prompt continues or in a new context.
 
     Args:
-        seen: for each earlier turn, all tokens up to its end.
+        seen: for each earlier turn, the ``client_ids`` of all tokens up to its end.
     """
-    for turn in sorted(range(len(seen)), key=lambda k: -len(seen[k])):
-        tokens = seen[turn]
-        if len(tokens) <= len(prompt) and np.array_equal(prompt[: len(tokens)], tokens):
-            if turn != t.turns - 1:
-                t.return_to(turn)
-            t.append_env_tokens(prompt[len(tokens) :])
+    prompt = turn.client_ids[: len(turn.prompt_ids)]
+    for earlier in sorted(range(len(seen)), key=lambda k: -len(seen[k])):
+        length = len(seen[earlier])
+        if length <= len(prompt) and np.array_equal(prompt[:length], seen[earlier]):
+            if earlier != t.turns - 1:
+                t.return_to(earlier)
+            new = tuple(placed for placed in turn.images if placed.start >= length)
+            t.append_env_tokens(turn.prompt_ids[length:], moved(new, -length))
             return
-    t.begin_context(prompt)
+    t.begin_context(turn.prompt_ids, turn.images)
 
 
 def _reason(response: Mapping[str, Any]) -> str:
@@ -199,4 +202,4 @@ def _reason(response: Mapping[str, Any]) -> str:
 def _ids(value: Any) -> np.ndarray:
     if not are_token_ids(value, _MAX_TOKENS):
         raise BrokenEpisode("bad_reply: token ids are not a list of integers")
-    return np.array(value, np.int32)
+    return np.array(value, np.int64)

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.records import Prompt, Trajectory
@@ -28,6 +30,7 @@ from gdpo_nemo.utils.exits import exits_contained
 
 if TYPE_CHECKING:
     from gdpo_nemo.cluster.fleet import EngineFleet
+    from gdpo_nemo.data.image_reader import ImageReader
     from gdpo_nemo.data.tokenizer import Tokenizer
     from gdpo_nemo.rollouts.endpoint.server import Endpoint
 
@@ -77,12 +80,22 @@ class SamplingJob:
 class RolloutRunner:
     """Produces the trajectories of ``EPISODE`` and ``CALL`` environments, and runs the endpoint if it is enabled.
 
+    Args:
+        images: reader of images in observations and requests, or None if the policy reads only text.
+
     Raises:
         ConfigError: in the same cases as ``rollout_methods``.
         RunError: if the endpoint cannot listen.
     """
 
-    def __init__(self, config: Config, fleet: EngineFleet, pool: EnvironmentExecutor, tokenizer: Tokenizer):
+    def __init__(
+        self,
+        config: Config,
+        fleet: EngineFleet,
+        pool: EnvironmentExecutor,
+        tokenizer: Tokenizer,
+        images: ImageReader | None = None,
+    ):
         self._config = config
         self._fleet = fleet
         self._pool = pool
@@ -92,7 +105,9 @@ class RolloutRunner:
         has_template = bool(getattr(tokenizer, "chat_template", None))
         template_kwargs = config.data.train.chat_template_kwargs
         replies = reply_parser(config, tokenizer)
-        self._conversation = Conversation(tokenizer, has_template if chat is None else chat, template_kwargs, replies)
+        chat = has_template if chat is None else chat
+        self._conversation = Conversation(tokenizer, chat, template_kwargs, replies, images)
+        self._images = images
         if config.rollout.endpoint.enabled or any(method.has_tools for method in self._methods.values()):
             replies.load()
         self._limits = Limits(
@@ -100,6 +115,7 @@ class RolloutRunner:
             max_tokens=longest_completion(config),
             max_new_tokens=config.policy.generation.max_new_tokens,
             max_sequence=config.policy.max_total_sequence_length,
+            max_images=config.data.images.max_per_prompt,
         )
         self.endpoint = self._start_endpoint() if config.rollout.endpoint.enabled else None
 
@@ -111,7 +127,7 @@ class RolloutRunner:
         limits = self._limits
         budgets = Budgets(limits.max_turns, limits.max_tokens, limits.max_sequence)
         shared = self._config.rollout.max_staleness > 0
-        service = Service(self._fleet, self._conversation, budgets, shared=shared)
+        service = Service(self._fleet, self._conversation, budgets, shared, self._images)
         settings = self._config.rollout.endpoint
         token = None
         if settings.api_key_env is not None:
@@ -157,8 +173,9 @@ class RolloutRunner:
             parts.setdefault(id(function), (function, []))[1].append(index)
         made: dict[int, list[Trajectory]] = {}
         for function, indices in parts.values():
-            context = self._context(job, indices, sample)
-            made.update(zip(indices, _run(function, [prompts[index] for index in indices], context)))
+            chosen = [prompts[index] for index in indices]
+            context = self._context(job, indices, partial(_sample, sample, [p for p in chosen if p.images]))
+            made.update(zip(indices, _run(function, chosen, context)))
         return [made[index] for index in range(len(prompts))]
 
     def _function(self, prompt: Prompt) -> RolloutFunction:
@@ -174,15 +191,10 @@ class RolloutRunner:
             indices: indices of the function's prompts in the call.
         """
 
-        def sample_requests(requests: Sequence[SampleRequest]) -> CompletionBatch:
-            if not requests:
-                raise RunError("the rollout function requested no completion")
-            return sample(requests)
-
         return RolloutContext(
             samples=job.samples,
             seed=lambda i, j, turn: job.seed(indices[i], j, turn),
-            sample=sample_requests,
+            sample=sample,
             conversation=self._conversation,
             pool=self._pool,
             max_turns=self._limits.max_turns,
@@ -200,6 +212,29 @@ class RolloutRunner:
             agents.close()
         if self.endpoint is not None:
             self.endpoint.close()
+
+
+def _sample(sample: SampleAll, prompts: Sequence[Prompt], requests: Sequence[SampleRequest]) -> CompletionBatch:
+    """Sample the completions of a rollout function.
+
+    Args:
+        prompts: prompts of the call that have images.
+
+    Raises:
+        RunError: if ``requests`` is empty, or a request has the tokens of a prompt without its images. The policy would
+            be trained with images that the engine has not seen.
+    """
+    if not requests:
+        raise RunError("the rollout function requested no completion")
+    for prompt in prompts:
+        count = len(prompt.token_ids)
+        for request in requests:
+            if not request.images and np.array_equal(request.prompt_ids[:count], prompt.token_ids):
+                raise RunError(
+                    f"a request has the tokens of prompt {prompt.id}, but not its images; pass images=prompt.images, "
+                    "or Transcript.images in later turns"
+                )
+    return sample(requests)
 
 
 def rollout_methods(config: Config) -> dict[str, RolloutMethod]:

@@ -40,6 +40,7 @@ from gdpo_nemo.utils.progress import Tally
 from gdpo_nemo.utils.waits import in_daemon_thread
 
 if TYPE_CHECKING:
+    from gdpo_nemo.data.image_reader import ImageReader
     from gdpo_nemo.data.tokenizer import Tokenizer
 
 
@@ -124,13 +125,24 @@ def rollout_of(made: Sequence[MadeGroup]) -> Rollout:
 
 
 class GroupMaker:
-    """Maker of groups, whose coroutines run on the event loop of the engine fleet."""
+    """Maker of groups, whose coroutines run on the event loop of the engine fleet.
 
-    def __init__(self, config: Config, fleet: EngineFleet, pool: EnvironmentExecutor, tokenizer: Tokenizer):
+    Args:
+        images: reader of images in observations and requests, or None if the policy reads only text.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        fleet: EngineFleet,
+        pool: EnvironmentExecutor,
+        tokenizer: Tokenizer,
+        images: ImageReader | None = None,
+    ):
         self._config = config
         self._fleet = fleet
         self._pool = pool
-        self._runner = RolloutRunner(config, fleet, pool, tokenizer)
+        self._runner = RolloutRunner(config, fleet, pool, tokenizer, images)
         # Copy the tokenizer, because threads decode texts while other code may change the padding of the run's
         # tokenizer.
         self._replies = reply_parser(config, copy.deepcopy(tokenizer))

@@ -29,7 +29,7 @@ from gdpo_nemo.cluster.reservation import Placement
 from gdpo_nemo.cluster.session import WorkerDied, answer, ray, sendable
 from gdpo_nemo.config.rollout_checks import allows_hosts
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.data.tokenizer import load_tokenizer
+from gdpo_nemo.data.tokenizer import load_image_reader, load_tokenizer
 from gdpo_nemo.environments.execution.pools import EnvironmentPools
 from gdpo_nemo.environments.registry import dedicated_workers, is_remote
 from gdpo_nemo.generation.requests import Completion, EngineReport, FinishedRequest, SampleRequest, Sampling
@@ -114,7 +114,8 @@ class RolloutHost:
         self._change = asyncio.Event()
         self._pool = EnvironmentPools(config.env, workers, rollout.env_timeout_s, config.run.seed)
         tokenizer = load_tokenizer(config.policy, model, config.run.date)
-        self._maker = GroupMaker(config, cast(EngineFleet, self), self._pool, tokenizer)
+        images = load_image_reader(config.data.images, model, tokenizer)
+        self._maker = GroupMaker(config, cast(EngineFleet, self), self._pool, tokenizer, images)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="rollouts")
 
     # -- calls of the driver's link ------------------------------------------------------------------------------------

@@ -67,6 +67,7 @@ from gdpo_nemo.utils.progress import Tally
 from gdpo_nemo.utils.waits import waiting
 
 if TYPE_CHECKING:
+    from gdpo_nemo.data.image_reader import ImageReader
     from gdpo_nemo.data.tokenizer import Tokenizer
 
 METRICS = {
@@ -104,6 +105,7 @@ class RolloutScheduler(BatchStream):
         fleet: EngineFleet,
         pool: EnvironmentExecutor,
         tokenizer: Tokenizer,
+        images: ImageReader | None = None,
     ):
         self._config = config
         self._updates_per_step = updates_per_step(config, spec_of(config))
@@ -112,7 +114,7 @@ class RolloutScheduler(BatchStream):
         self._exact = config.rollout.max_staleness == 0
         self._pool = pool
         self._recovered: list[str] = []
-        self._maker = GroupMaker(config, fleet, pool, tokenizer)
+        self._maker = GroupMaker(config, fleet, pool, tokenizer, images)
         generation = config.policy.generation
         self._sampling = Sampling(
             generation.temperature,

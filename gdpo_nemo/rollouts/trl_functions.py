@@ -89,6 +89,10 @@ def adapted(function: TrlFunction) -> RolloutFunction:
 
     @functools.wraps(function)
     def play(prompts: Sequence[Prompt], context: RolloutContext) -> list[list[Trajectory]]:
+        if any(prompt.images for prompt in prompts):
+            raise RunError(
+                "rollout.function: rollout functions of TRL do not support images; write a function (prompts, context)"
+            )
         sampler = _RecordingSampler(context)
         # Each row is a separate object, because a function may change the messages of one sample.
         rows = [copy.deepcopy(_as_trl(prompt)) for prompt, _ in product(prompts, range(context.samples))]

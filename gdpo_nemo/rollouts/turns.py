@@ -1,8 +1,9 @@
 """Episodes of Python environments: a coroutine that makes one trajectory, turn by turn.
 
 The environment is reset first. Then the policy and the environment write alternately. An episode ends if the
-environment is done, after ``rollout.turns.max_turns``, or if no further token fits. In the last two cases, the outcome
-is ``truncated``. The caller selects the engine, and decides whether trajectories wait for each other between turns.
+environment is done, after ``rollout.turns.max_turns``, or if no further token or image fits. In the last two cases, the
+outcome is ``truncated``. The caller selects the engine, and decides whether trajectories wait for each other between
+turns.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from gdpo_nemo.data.messages import Message
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory
 from gdpo_nemo.data.replies import message_of
 from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
+from gdpo_nemo.environments.images import without_bytes
 from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
 from gdpo_nemo.rollouts.context import Transcript, check_trajectory
 from gdpo_nemo.utils.errors import RunError
@@ -50,6 +52,8 @@ class Limits:
     """Maximum number of tokens that the policy may write in one turn."""
     max_sequence: int
     """Maximum number of tokens of prompt and completion together."""
+    max_images: int = 0
+    """Maximum number of images of prompt and completion together."""
 
 
 async def play_episode(
@@ -118,6 +122,11 @@ class _Episode:
         t = self.transcript
         text, ids, images = conversation.prompt_with_images(reply.observation, self._tools)
         self._messages = conversation.messages(reply.observation) if conversation.chat else None
+        if len(images) > self._limits.max_images:
+            raise RunError(
+                f"environment {t.prompt.environment!r}: a prompt has {len(images)} images, but "
+                f"data.images.max_per_prompt is {self._limits.max_images}"
+            )
         t.prompt = replace(t.prompt, token_ids=ids, text=text, messages=self._messages, images=images)
 
     async def take_turn(self, turn: int) -> None:
@@ -145,7 +154,8 @@ class _Episode:
     def next_step(self, message: Message | None) -> EpisodeStep:
         """Return the next request to the environment, with the policy's message if there is one."""
         t = self.transcript
-        return EpisodeStep(t.prompt, t.sample_index, t.turns, self._state, message)
+        prompt = t.prompt if self._state is None else without_bytes(t.prompt)  # only a reset reads images of the row
+        return EpisodeStep(prompt, t.sample_index, t.turns, self._state, message)
 
     async def _step(self, message: Message | None) -> EpisodeReply:
         t = self.transcript
@@ -168,7 +178,9 @@ class _Episode:
         if not len(ids):
             start = str(observation)[:40]
             raise RunError(f"environment {t.prompt.environment!r}: an observation has no tokens: {start!r}")
-        if len(t) + len(ids) >= self._limits.max_sequence or t.num_policy_tokens >= self._limits.max_tokens:
+        limits = self._limits
+        is_long = len(t) + len(ids) >= limits.max_sequence or t.num_policy_tokens >= limits.max_tokens
+        if is_long or images and len(t.images) + len(images) > limits.max_images:
             # The observation is not appended. A trajectory must end with policy tokens, which would not fit after the
             # observation.
             self._is_full = True

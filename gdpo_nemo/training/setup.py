@@ -348,6 +348,7 @@ class _Sampling:
     def connect(self, stack: contextlib.ExitStack, pool: EnvironmentExecutor) -> None:
         """Create the rollout stream and the weight sync to the engines."""
         from gdpo_nemo.cluster.weight_sync import WeightSync
+        from gdpo_nemo.data.tokenizer import load_image_reader
         from gdpo_nemo.rollouts.ledger import RunPosition
         from gdpo_nemo.rollouts.scheduler import RolloutScheduler
         from gdpo_nemo.weights.transports.base import close_transport, make_transport
@@ -364,6 +365,7 @@ class _Sampling:
             fleet=self._fleet,
             pool=pool,
             tokenizer=inputs.tokenizer,
+            images=load_image_reader(config.data.images, inputs.folder, inputs.tokenizer),
         )
         stack.callback(parts.stream.close)
         bucket = config.weights.bucket_mib << 20

@@ -97,7 +97,7 @@ IMAGES = [
     (LOOK, rows(messages(PLACE)), SEEN + "1 placeholder of images, but 0 images (no column"),
     (LOOK, rows({**messages(PLACE), "images": [URL, URL]}), SEEN + "1 placeholder of images, but 2 images"),
     (LOOK, rows({"question": "<|image_pad|>"}), SEEN + "column 'question': a text contains the placeholder"),
-    (LOOK, rows(messages({"type": "image_url", "image_url": {"url": "a"}})), "row 1: column 'question': message 0"),
+    (LOOK, rows(messages({"type": "image_url", "image_url": {"url": "a"}})), "row 1: column 'question': the image"),
     (LOOK, rows({"video": "a.mp4"}), SEEN + "contains video, but only text and images are supported"),
     (LOOK, rows(messages({"type": "audio"})), SEEN + "contains audio, but only text and images are supported"),
     (LOOK + " data.images.folder={d}/nowhere", rows(), "data.images.folder: {d}/nowhere is not a folder"),

@@ -308,7 +308,12 @@ WRONG_ROWS = [
     ({"prompt": [user("<|image_pad|>", place())], "image": A}, "a text contains the placeholder"),
     ({"prompt": SAID[:1], "image": A}, "column 'prompt' has no user message for 1 image"),
     ({"prompt": "a", "images": [A, "b.png"]}, "column 'images': image 1 is neither base64 nor a data URL"),
-    ({"prompt": [user(place(image=7))]}, "column 'prompt': message 0: the image must be an image"),
+    ({"prompt": [user(place(image=7))]}, "column 'prompt': the image must be an image"),
+    ({"prompt": [user(place(image=A)), "oops"]}, "'prompt' must be text or a list of messages"),
+    (
+        {"prompt": [user("q"), {"role": "tool", "content": [place(image=A), {"type": "other"}]}]},
+        "message 1 (tool) has content other than text",
+    ),
     ({"prompt": "a", "video": "a.mp4"}, "contains video, but only text and images are supported"),
     ({"prompt": [user({"type": "audio"})]}, "contains audio, but only text and images are supported"),
 ]
@@ -375,6 +380,8 @@ def test_images_in_answers_and_text_models_are_refused(model, reader):
     rows = [{"messages": [SAID[1], {"role": "assistant", "content": [place(image=A)]}]}]
     with pytest.raises(ConfigError, match="row 0: a message in 'messages' has no text"):
         sequences(model, reader, rows, "sft")
+    with pytest.raises(ConfigError, match="row 0: no column 'completion'"):
+        sequences(model, reader, [{"prompt": "q", "image": A}], "sft")
     for wrong in ({"prompt": "q", "completion": "c", "image": A}, {"messages": [user(place(image=A)), answer("a")]}):
         with pytest.raises(ConfigError, match="row 0: contains image, but only text is supported"):
             ExampleSource(

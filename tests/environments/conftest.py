@@ -21,7 +21,13 @@ def pytest_report_header():
 def real_gym(tmp_path_factory):
     """Resources servers of nemo-gym 0.4.0, the one of examples/nemo_gym_plugin, and their head server."""
     log = tmp_path_factory.mktemp("nemo_gym") / "log"
-    names = ("example_tool_call_multireward", "mcqa", "format_verification", "example_session_state_mgmt")
+    names = (
+        "example_tool_call_multireward",
+        "mcqa",
+        "format_verification",
+        "example_session_state_mgmt",
+        "circle_count",
+    )
     gym = RealGym(*names, *COMPILED, "tagged_sum", log=log)
     yield gym
     gym.close()

@@ -62,6 +62,26 @@ def test_a_row_becomes_a_chat_with_tools_and_stays_itself():
     assert {"id", "created_at", "model", "object", "parallel_tool_calls", "tool_choice"} <= body["response"].keys()
 
 
+def test_images_of_a_row_become_parts_of_its_messages_and_are_sent_as_in_the_row():
+    url = "data:image/png;base64,AAAA"
+    parts = [{"type": "input_image", "image_url": url, "detail": "auto"}, {"type": "input_text", "text": "Count."}]
+    items = [
+        {"role": "developer", "content": [{"type": "input_text", "text": "Box."}]},
+        {"role": "user", "content": parts},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image", "image_url": url}]},
+    ]
+    row = {"responses_create_params": {"input": items}, "target": 3}
+    columns = read_row(row)
+    image = {"type": "image", "image": url}
+    assert columns["messages"] == [
+        {"role": "system", "content": "Box."},
+        {"role": "user", "content": [image, {"type": "text", "text": "Count."}]},
+        {"role": "tool", "tool_call_id": "c", "content": [image]},
+    ]
+    body = json.loads(request_body(trajectory("3", **columns), split_reasoning=False))
+    assert body["responses_create_params"] == row["responses_create_params"] and body["target"] == 3
+
+
 def test_a_row_without_messages_is_read_for_an_agent_and_refused_for_a_server():
     """Agents such as Aviary's write the first prompt themselves, and the row is sent to them as it is."""
     row = {"responses_create_params": {"input": []}, "task_idx": 3}
@@ -92,8 +112,8 @@ def test_rows_are_read_by_their_environment_and_a_bad_one_is_named(tmp_path):
         ('{"prompt": "x"}', "row 0 has no responses_create_params"),
         ('{"responses_create_params": {"input": []}}', "input must be text or a list of items"),
         (
-            '{"responses_create_params": {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}}',
-            "content other than text",
+            '{"responses_create_params": {"input": [{"role": "user", "content": [{"type": "input_file"}]}]}}',
+            "content other than text and images",
         ),
         ('{"responses_create_params": {"input": [{"type": "web_search_call"}]}}', "type 'web_search_call'"),
         ('{"responses_create_params": {"input": "a"}, "x": NaN}', "cannot be sent as JSON"),

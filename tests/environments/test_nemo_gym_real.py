@@ -8,6 +8,8 @@ from real_nemo_gym import COMPILED, REPOSITORY
 
 from gdpo_nemo.algorithms import compute_advantages
 from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.sections import ImagesConfig
+from gdpo_nemo.data.images import read_image
 from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.data.replies import Reply
 from gdpo_nemo.environments.nemo_gym.environment import NemoGym
@@ -165,6 +167,20 @@ def test_a_custom_server_runs_under_nemo_gym_and_gives_its_three_rewards(gym_of)
     verdicts = gym.verify([sample(row, text, index=i) for i, text in enumerate(answers)])
     assert [tuple(verdict.rewards.values()) for verdict in verdicts] == list(answers.values())
     assert tuple(verdicts[0].rewards) == ("correctness", "whole_number", "tags") == tuple(config.gdpo.rewards)
+
+
+def test_circles_of_an_image_are_counted_by_the_server_and_its_row_is_a_prompt_with_the_image(real_gym, gym_of):
+    gym = gym_of("circle_count")
+    rows = real_gym.rows("circle_count")
+    image, text = gym.read_row(rows[0])["messages"][-1]["content"]
+    assert text["text"].startswith("How many") and read_image(image["image"], ImagesConfig()).width == 1000
+    count = sum(circle["color"] == rows[0]["target_color"] for circle in rows[0]["circles"])
+    answers = {f"\\boxed{{{count}}}": 1.0, f"\\boxed{{{count + 1}}}": 0.0, "many": 0.0}
+    verdicts = gym.verify([sample(rows[0], answer, index=i) for i, answer in enumerate(answers)])
+    assert [verdict.rewards for verdict in verdicts] == [{"reward": value} for value in answers.values()]
+    recorded = recorded_answers(real_gym.data / "circle_count")
+    result = verify_rows("circle_count", real_gym.urls["circle_count"], rows[:1], recorded)
+    assert (result["status"], result["recorded"], result["different"]) == ("verified", 5, [])
 
 
 def test_scan_verifies_the_expected_answer_of_each_row_and_a_minimal_answer(real_gym):

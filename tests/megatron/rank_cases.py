@@ -401,6 +401,13 @@ def round_trips(place, folders, batch_bytes=256 << 20) -> dict:
     return out if place.rank == 0 else {}
 
 
+def update_names(place, folder, targets=(), train_tower=False) -> list[str]:
+    """Names of the tensors of an update, with adapters on the modules of ``targets``."""
+    lora = LoraConfig(rank=2, target_modules=list(targets)) if targets else None
+    policy = build_policy(place, folder, lora=lora, train_tower=train_tower)
+    return [name for name, _ in policy.update()]
+
+
 def exported_at_once(place, folder) -> int:
     """The most tensors of an export that live at the same time."""
     import gc

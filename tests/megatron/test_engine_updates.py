@@ -14,11 +14,12 @@ import pytest
 import tiny_models
 import tiny_vision
 import torch
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
 from gdpo_nemo.data.image_processor import ImageProcessor
 from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.models.family_checks import describe
+from gdpo_nemo.models.hf_folder import differences, open_weights, weight_names, write_model
 
 pytestmark = pytest.mark.slow
 
@@ -92,7 +93,12 @@ def scored(scorer, family: str, folder: Path) -> tuple[int, str, dict, list[np.n
     """An engine's exit status and complaints, what it scored before and after an update, and what it should have."""
     process, log = scorer
     if FAMILIES[family].tower:
-        older, newer = (tiny_vision.write_tiny_vision(folder / str(seed), family, seed) for seed in (7, 8))
+        source, newer = (tiny_vision.write_tiny_vision(folder / name, family, int(name)) for name in ("07", "8"))
+        older = folder / "7"
+        write_model(older, zip(weight_names(source), map(open_weights(source), weight_names(source))),
+                    AutoConfig.from_pretrained(source), source)  # fmt: skip
+        assert differences(source, older) == []
+        AutoProcessor.from_pretrained(older)
     else:
         name, fields = tiny_model(family)
         older, newer = (tiny_models.write_model(name, folder / str(seed), seed, **fields) for seed in (7, 8))

@@ -11,10 +11,14 @@ import pytest
 import rank_cases
 import tiny_models
 import tiny_vision
+import torch
 from layouts import fitting
 from safetensors.numpy import load_file, save_file
 
-from gdpo_nemo.models.hf_folder import differences, open_weights, weight_names, write_model
+from gdpo_nemo.models.hf_folder import differences, open_weights, tower_names, weight_names, write_model
+from gdpo_nemo.utils.errors import RunError
+from gdpo_nemo.weights.adapters import modules_of, peft_name
+from gdpo_nemo.weights.manifest import weight_metadata
 
 pytestmark = pytest.mark.slow
 
@@ -69,6 +73,21 @@ def test_experts_are_also_read_from_fused_tensors(on_ranks, model_folder, tmp_pa
         stored = load_file(model_folder(name) / "model.safetensors")
         assert tensors.keys() == stored.keys()
         assert all(np.array_equal(tensors[key], stored[key]) for key in stored)
+
+
+@pytest.mark.parametrize("kind", tiny_vision.KINDS)
+def test_an_update_has_a_tower_only_if_it_is_trained_and_adapters_only_outside(on_ranks, model_folder, kind):
+    folder = model_folder(kind)
+    names, tower = weight_names(folder), set(tower_names(folder))
+    text = [name for name in names if name not in tower]
+    frozen, trained = (on_ranks("PP2", rank_cases.update_names, folder, (), train)[0] for train in (False, True))
+    assert sorted(frozen) == sorted(text) and sorted(trained) == sorted(names) != sorted(text)
+    targets = ["q_proj", "gate_proj"]
+    adapters = on_ranks("PP2", rank_cases.update_names, folder, targets)[0]
+    assert sorted(adapters) == sorted(peft_name(name, letter) for name in modules_of(text, targets) for letter in "AB")
+    manifest = weight_metadata(((name, torch.empty(0)) for name in [*frozen, min(tower)]), 1)
+    with pytest.raises(RunError, match=f"{len(tower) - 1} tensors missing"):
+        manifest.check_names(names, frozen=tower)
 
 
 @pytest.mark.parametrize("layout", ["TP2", "PP2"])

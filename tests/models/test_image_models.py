@@ -11,13 +11,16 @@ import torch
 
 from gdpo_nemo.commands import cli
 from gdpo_nemo.config.layout import resolve_layout
-from gdpo_nemo.config.model_checks import check_model
+from gdpo_nemo.config.model_checks import check_files, check_model
 from gdpo_nemo.config.schema import Config, PolicyConfig
-from gdpo_nemo.models.hf_folder import open_weights, save_tensors, stored_names
+from gdpo_nemo.models.hf_folder import open_weights, save_tensors, stored_names, tower_names
 from gdpo_nemo.models.sources import Format, recognise
+from gdpo_nemo.models.torch_dist import check_gpt_format
+from gdpo_nemo.utils.errors import ConfigError
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "megatron"))
 import tiny_models  # noqa: E402
+from tiny_vision import KINDS, VOCABULARY, write_tiny_vision  # noqa: E402
 
 EYE = dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16, out_hidden_size=32, num_position_embeddings=16)
 VISION = {
@@ -90,6 +93,23 @@ def test_text_model_of_an_image_model_is_read_and_written_back(kind, tmp_path, c
         assert torch.equal(after(name), before(name) + is_text), name
     assert json.loads((out / "config.json").read_text()) == json.loads((image / "config.json").read_text())
     capsys.readouterr()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_whose_images_are_trained_are_not_converted(kind, tmp_path):
+    """Qwen2.5-VL and Qwen3-VL are policies themselves, and formats of text models are refused by name."""
+    folder = write_tiny_vision(tmp_path, kind)
+    assert recognise(folder) is None
+    policy = PolicyConfig(model_name=str(folder), max_total_sequence_length=64)
+    config = Config(policy=policy)
+    facts = check_model(policy, resolve_layout(config))
+    assert facts.fields["vocab_size"] == VOCABULARY and facts.description.tower is not None
+    assert set(tower_names(folder)) == {name for name in stored_names(folder) if "visual" in name}
+    with pytest.raises(ConfigError, match=f"Megatron-core checkpoints of {kind} models are not supported"):
+        check_gpt_format(facts.description.family, "--to megatron")
+    config.algorithm.type = "reward_model"
+    with pytest.raises(ConfigError, match="reward models with images are not supported"):
+        check_files(config, resolve_layout(config))
 
 
 def test_text_model_is_written_only_into_the_image_model_that_contained_it(tmp_path, capsys):

@@ -153,4 +153,18 @@ ENGINES = (
         "test_samples_that_wait_for_their_group_leave_room_and_prove_that_the_engine_samples",
         "a long group does not count as an engine that samples nothing",
     ),
+    mutant(
+        "generation/vllm_core.py",
+        "            self._engine.reset_encoder_cache()\n",
+        "            pass\n",
+        "generation/test_engine_images.py::test_images_are_processed_with_the_tower_of_an_update",
+        "images are processed with the new tower",
+    ),
+    mutant(
+        "generation/images.py",
+        '{"image": [image.sha256 for image, _, _ in images]},',
+        '{"image": ["same"] * len(images)},',
+        "generation/test_engine_images.py::test_sampled_logprobs_are_those_of_transformers",
+        "an engine distinguishes images of prompts with equal tokens",
+    ),
 )

@@ -71,6 +71,20 @@ def test_the_hub_reads_base_licence_and_tags_of_the_card(exported, tmp_path):
     assert read["tags"] == ["gdpo_nemo", "reinforcement-learning", "gdpo"]
 
 
+@pytest.mark.parametrize(
+    "kind, task, classes",
+    [
+        ("qwen3", "text-generation", "AutoModelForCausalLM, AutoTokenizer"),
+        ("qwen3_vl", "image-text-to-text", "AutoModelForImageTextToText, AutoProcessor"),
+    ],
+)
+def test_card_names_the_task_and_classes_of_the_model(exported, tmp_path, kind, task, classes):
+    (exported / "config.json").write_text(json.dumps({"model_type": kind}))
+    card = write_card(exported, str(base(tmp_path)), None, None, 2)
+    assert ModelCard.load(card).data.pipeline_tag == task
+    assert f"from transformers import {classes}\n" in card.read_text()
+
+
 def test_the_card_has_weights_and_means_of_validation_up_to_its_own_step(exported, tmp_path):
     model = base(tmp_path)
     text = write_card(exported, str(model), settings(model), run(tmp_path), 2).read_text()

@@ -39,7 +39,7 @@ from gdpo_nemo.planning.memory import (
     sampling_bytes,
 )
 from gdpo_nemo.planning.report import batch_arithmetic, dry_run_lines, plan_lines
-from gdpo_nemo.planning.shape import expected_saving, model_shape, on_rank
+from gdpo_nemo.planning.shape import expected_saving, model_shape, on_rank, tower_parameters
 from gdpo_nemo.planning.speed import PRODUCT_SHARE, Lengths, Work, refit_bytes, step_time, training_work
 from gdpo_nemo.utils.errors import ConfigError
 
@@ -74,6 +74,8 @@ def config_of(*overrides: str):
         ("ByteDance-Seed/Seed-OSS-36B", 36151, None),
         ("google/gemma-4-31B-it", 30700, None),
         ("google/gemma-4-26B-A4B-it", 25200, None),
+        ("Qwen/Qwen2.5-VL-3B-Instruct", 3755, None),
+        ("Qwen/Qwen3-VL-8B-Instruct", 8767, None),
     ],
 )
 def test_parameters_are_those_the_publishers_give(name, millions, active):
@@ -94,6 +96,24 @@ def test_attention_counts_the_heads_of_each_layer():
     queries = 50 * 32 * 256 + 10 * 32 * 512
     assert 60 * shape.query == queries
     assert attention_cost(shape) == pytest.approx(queries / active_parameters(shape), rel=1e-4)
+
+
+def test_a_vision_tower_is_planned_on_the_first_stage_and_is_trained_only_if_the_config_says_so():
+    name = "policy.model_name=Qwen/Qwen3-VL-4B-Instruct"
+    stages = ["policy.megatron_cfg.pipeline_model_parallel_size=2", "cluster.gpus_per_node=8"]
+    frozen, trained = (resolve(config_of(name, *stages, f"policy.vision.train={train}")) for train in (False, True))
+    shape = model_shape(frozen)
+    assert shape is not None
+    tower = tower_parameters(shape)
+    assert 4e8 < tower < 4.3e8
+    first, last = (sum(on_rank(shape, frozen.layout, stage)) for stage in (0, 1))
+    assert first - last == tower - shape.hidden  # both stages hold the tied embedding, and the last one norm more
+    without, whole = (policy_memory(resolved, shape) for resolved in (frozen, trained))
+    assert whole.weights == without.weights and whole.gradients - without.gradients == 4 * tower
+    assert refit_bytes(trained, shape) - refit_bytes(frozen, shape) == 2 * tower
+    assert checkpoint_bytes(trained, shape) - checkpoint_bytes(frozen, shape) == 12 * tower
+    line = dict(plan_lines(frozen, shape, device("h100"), Rates()))["per rank"]
+    assert "415 M in the vision tower, whose activations are not estimated" in line
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-7B", "Qwen/Qwen3-30B-A3B"])

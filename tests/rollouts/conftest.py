@@ -39,6 +39,14 @@ def byte_model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def vision_folder(tmp_path_factory) -> Path:
+    """A tiny model with a vision tower, its processor and its chat template."""
+    from tiny_vision import write_tiny_vision
+
+    return write_tiny_vision(tmp_path_factory.mktemp("vision"), "qwen3_vl")
+
+
+@pytest.fixture(scope="session")
 def stage(byte_model):
     """Not imported by this file: quick tests of the folder need neither Ray's actors nor transformers."""
     from stage import Stage, stage_config

@@ -206,7 +206,7 @@ def test_tokens_that_were_not_sampled_here_are_refused_and_never_read_as_a_turn(
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "tools[0].function.parameters"),
         ({"messages": []}, "messages"),
         ({"messages": [{"content": "x"}]}, "messages[0]"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "not text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0] is an image"),
         ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [3]}]}, "tool_calls"),
         ({"messages": [{"role": "assistant", "content": "x", "prompt_token_ids": [1.5]}]}, "token ids"),
         ({"messages": [{"role": "user", "content": "x" * 400}]}, "context length"),

@@ -256,12 +256,12 @@ def test_sampling_stops_if_the_client_closes_its_connection(endpoint, engines, p
         assert endpoint.service.counts["turns"] == 0
 
 
-@pytest.mark.parametrize("work", ["service.read_chat", "conversation.prompt", "conversation.replies.parse"])
+@pytest.mark.parametrize("work", ["service.read_chat", "conversation.prompt_with_images", "conversation.replies.parse"])
 def test_large_request_of_one_client_does_not_delay_another(endpoint, monkeypatch, work):
     """Reading, rendering and parsing of the first request end after the reply to the second request."""
     owner, name = {
         "service.read_chat": (service_module, "read_chat"),
-        "conversation.prompt": (TALK, "prompt"),
+        "conversation.prompt_with_images": (TALK, "prompt_with_images"),
         "conversation.replies.parse": (TALK.replies, "parse"),
     }[work]
     usual = getattr(owner, name)

@@ -125,7 +125,7 @@ def test_dropped_token_fields_are_restored_unless_the_client_edits_its_history(e
         ({"input": ["x"]}, "input[0] must be an object"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "input[0] contains a part that is not text",
+            "messages[0].content[0] is an image, but the policy reads only text",
         ),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0] is of type 'item_reference'"),
         ({"input": [{"type": "function_call_output", "output": 3}]}, "input[0] contains no text"),

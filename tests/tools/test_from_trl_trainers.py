@@ -238,6 +238,8 @@ def test_a_script_that_reads_images_runs_with_a_model_of_images(folder, trainer,
     translation, config = ours(folder, trainer, more=more, before=LOOK)
     assert translation.blockers == {} and set(translation.differences) == differences
     assert config.policy.vision.train is train
+    if "all-linear" in more:
+        assert len(config.policy.lora.target_modules) == 7
 
 
 @pytest.mark.parametrize("model", ["HuggingFaceTB/SmolLM2-135M-Instruct", "unsloth/Qwen3-4B", "anyone/model-of-mine"])

@@ -175,6 +175,11 @@ REFUSED = {
         ("policy.megatron_cfg.freeze_moe_router=true",),
         "freeze_moe_router: cannot change from false to true",
     ),
+    "a vision tower": (
+        (),
+        ("policy.vision.train=true",),
+        "policy.vision.train: cannot change from false to true",
+    ),
     "the optimizer": (
         (),
         ("policy.megatron_cfg.optimizer.type=muon",),

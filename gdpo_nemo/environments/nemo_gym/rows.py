@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from gdpo_nemo.data.conversation import output_items
+from gdpo_nemo.data.messages import image_in, is_image
 from gdpo_nemo.data.records import Trajectory
 from gdpo_nemo.data.replies import Reply, parsed_arguments
 from gdpo_nemo.environments.base import character_spans
@@ -34,7 +35,9 @@ def read_row(row: Mapping[str, Any], agent: bool = False) -> dict[str, Any]:
         agent: True if an agent plays the row. If the row has no messages, because the agent or its server writes the
             prompt, ``messages`` is an empty user message.
 
-    Raises ConfigError if the row is not in NeMo Gym's format or contains other content than text.
+    Images become content parts ``{"type": "image", "image": ...}`` of the messages.
+
+    Raises ConfigError if the row is not in NeMo Gym's format or contains other content than text and images.
     """
     parameters = row.get("responses_create_params")
     if not isinstance(parameters, Mapping):
@@ -158,7 +161,7 @@ def _append_item(messages: list[dict[str, Any]], item: Any) -> None:
     kind = item.get("type", "message") if isinstance(item, Mapping) else None
     if kind == "message" and isinstance(item.get("role"), str):
         role = _ROLES.get(item["role"], item["role"])
-        messages.append({"role": role, "content": _text(item.get("content"))})
+        messages.append({"role": role, "content": _content(item.get("content"))})
     elif kind == "function_call":
         function = {"name": item.get("name"), "arguments": parsed_arguments(item.get("arguments"))}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
@@ -166,11 +169,22 @@ def _append_item(messages: list[dict[str, Any]], item: Any) -> None:
             messages.append({"role": "assistant", "content": ""})
         messages[-1].setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
-        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(item.get("output"))})
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": _content(item.get("output"))})
     elif kind != "reasoning":  # the reasoning of earlier turns is dropped, as in chat templates
         raise ConfigError(
             f"responses_create_params.input contains an item of type {kind!r}, which is not supported in a chat"
         )
+
+
+def _content(content: Any) -> str | list[dict[str, Any]]:
+    """Return the text of an item, or a list of parts if it contains images."""
+    if not isinstance(content, list) or not any(map(is_image, content)):
+        return _text(content)
+    parts = []
+    for part in content:
+        has_image = is_image(part)
+        parts.append({"type": "image", "image": image_in(part)} if has_image else {"type": "text", "text": _text(part)})
+    return parts
 
 
 def _text(content: Any) -> str:
@@ -180,7 +194,7 @@ def _text(content: Any) -> str:
     text_values = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS]
     texts = [text for text in text_values if isinstance(text, str)]
     if len(texts) != len(parts):
-        raise ConfigError("responses_create_params.input contains content other than text")
+        raise ConfigError("responses_create_params.input contains content other than text and images")
     return "".join(texts)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from gdpo_nemo.algorithms.rubrics import criteria_of, family_of, is_family, member
 from gdpo_nemo.data.images import Image
-from gdpo_nemo.data.records import Outcome, TrainerState, Trajectory, Verdict
+from gdpo_nemo.data.records import Outcome, Prompt, TrainerState, Trajectory, Verdict
 from gdpo_nemo.environments.base import Environment, Failure, SpanReward, read_options, reward_value
 from gdpo_nemo.environments.images import data_url, filled, with_pictures
 from gdpo_nemo.utils import user_loop
@@ -231,15 +231,14 @@ def _columns(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
     columns: dict[str, list[Any]] = {}
     for name in dict.fromkeys(chain.from_iterable(rows)):
         columns[name] = [row.get(name) for row in rows]
-    columns["prompts"] = list(map(prompt_of, trajectories))
+    columns["prompts"] = [prompt_in_trl_format(trajectory.prompt) for trajectory in trajectories]
     columns["completions"] = list(map(_completion, trajectories))
     columns["completion_ids"] = [list(map(int, trajectory.completion_ids)) for trajectory in trajectories]
     return columns
 
 
-def prompt_of(trajectory: Trajectory) -> Any:
-    """Return the prompt in TRL's format: text, or messages. Messages with images contain encoded images."""
-    prompt = trajectory.prompt
+def prompt_in_trl_format(prompt: Prompt) -> Any:
+    """Return a prompt in TRL's format: text, or messages. Messages with images contain encoded images."""
     if prompt.messages is None:
         return prompt.text
     return filled(prompt.messages, prompt.images) if prompt.images else list(map(dict, prompt.messages))

@@ -17,7 +17,7 @@ from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
 from gdpo_nemo.data.tokenizer import Tokenizer, continued, special_tokens
 from gdpo_nemo.environments.base import Environment, Failure, read_options
 from gdpo_nemo.environments.images import images_in
-from gdpo_nemo.environments.tasks.reward_functions import prompt_of
+from gdpo_nemo.environments.tasks.reward_functions import prompt_in_trl_format
 from gdpo_nemo.utils.errors import ConfigError, RunError, first_line
 from gdpo_nemo.utils.files import parse_json, read_text
 
@@ -182,7 +182,7 @@ class RewardModel(Environment):
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
         """Return one verdict per trajectory."""
-        prompts = list(map(prompt_of, trajectories))
+        prompts = [prompt_in_trl_format(trajectory.prompt) for trajectory in trajectories]
         verdicts = []
         for score in self._scorer(prompts, [t.text for t in trajectories]):
             if isinstance(score, Failure):

@@ -20,11 +20,14 @@ from gdpo_nemo.data.replies import Reply, message_of
 from gdpo_nemo.environments.base import Environment, Failure, read_options, reward_value
 from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
 from gdpo_nemo.environments.http_client import LoopThread
-from gdpo_nemo.environments.tasks.reward_functions import Value, component_values
+from gdpo_nemo.environments.images import filled, with_pictures
+from gdpo_nemo.environments.tasks.reward_functions import Value, component_values, prompt_in_trl_format
 from gdpo_nemo.environments.tasks.tools import (
     MALFORMED,
+    Content,
     check_no_tools,
     clean,
+    content_of,
     error_message,
     error_text,
     tool_messages,
@@ -176,10 +179,11 @@ class ToolClass(Environment):
     def _reset(self, prompt: Prompt) -> tuple[Any, Any]:
         """Reset an object. Return the object and the result of the reset. Raises _ResetFailed."""
         columns = {key: value for key, value in prompt.fields.items() if key != "tools"}
+        columns["prompt"] = prompt_in_trl_format(prompt)
         try:
             with exits_contained():
                 player = self._take_free_object() or self._make()
-                found = player.reset(**{**columns, "prompt": prompt.messages or prompt.text})
+                found = player.reset(**(with_pictures(columns, {}) if prompt.images else columns))
                 return player, _awaited(found, self._limit_s)
         except Exception as error:
             raise _ResetFailed(f"reset raised {first_line(error)}") from error
@@ -246,33 +250,39 @@ def _turn(played: _EpisodeState, reply: Reply, limit_s: float) -> list[Mapping[s
     return answers
 
 
-def _call_tool(tools: Mapping[str, Callable[..., Any]], name: str, arguments: str, limit_s: float) -> str:
+def _call_tool(tools: Mapping[str, Callable[..., Any]], name: str, arguments: str, limit_s: float) -> Content:
     if name not in tools:
         return error_text(f"Tool {name} not found.")
     try:
         with exits_contained():
-            text = str(_awaited(tools[name](**json.loads(arguments)), limit_s))
+            return content_of(_awaited(tools[name](**json.loads(arguments)), limit_s))
     except Exception as error:  # the model gets the error as text, as in TRL
-        text = error_text(error_message(error))
-    return clean(text)
+        return clean(error_text(error_message(error)))
 
 
 def _prompt(prompt: Prompt, reset_text: Any) -> Any:
-    """Append the text from the reset to the prompt. Return None, for the row's prompt, if the text is empty."""
+    """Append the text from the reset, or parts with images, to the prompt. Return None, for the row's prompt, if the
+    text is empty."""
     if not reset_text:
         return None
     if prompt.messages is None:
         return f"{prompt.text}{reset_text}"
-    *before, last = map(dict, prompt.messages)
-    return [*before, {**last, "content": f"{last['content']}{reset_text}"}]
+    *before, last = filled(prompt.messages, prompt.images) if prompt.images else map(dict, prompt.messages)
+    added = content_of(reset_text)
+    if isinstance(last["content"], str) and isinstance(added, str):
+        return [*before, {**last, "content": f"{last['content']}{added}"}]
+    parts: list[Any] = []
+    for content in (last["content"], added):
+        parts += content if isinstance(content, list) else [{"type": "text", "text": content}]
+    return [*before, {**last, "content": parts}]
 
 
 def _rewards(name: str, function: Callable[..., Any], played: _EpisodeState, limit_s: float) -> dict[str, Value]:
     """Return the rewards of one function by component: one, or one for each criterion of a family."""
     prompt = played.prompt
     arguments: dict[str, Any] = {key: [value] for key, value in prompt.fields.items() if key != "tools"}
-    prompt_content = prompt.text if prompt.messages is None else list(map(dict, prompt.messages))
-    arguments |= {"prompts": [prompt_content], "completions": [played.messages], "environments": [played.player]}
+    arguments |= {"prompts": [prompt_in_trl_format(prompt)], "completions": [played.messages]}
+    arguments = {**with_pictures(arguments, {}), "environments": [played.player]}
     parameters = inspect.signature(function).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         arguments = {key: value for key, value in arguments.items() if key in parameters}

@@ -17,9 +17,11 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any, NoReturn
 
+from gdpo_nemo.data.messages import is_image, texts_in
 from gdpo_nemo.data.records import Trajectory, Verdict
 from gdpo_nemo.data.replies import Reply, message_of
 from gdpo_nemo.environments.base import Environment, count_option, read_options
+from gdpo_nemo.environments.images import encoded, is_picture
 from gdpo_nemo.environments.tasks.reward_functions import Functions
 from gdpo_nemo.utils import user_loop
 from gdpo_nemo.utils.errors import ConfigError, first_line
@@ -32,6 +34,8 @@ _ERROR = "{'error': "
 """Prefix of the result text of a failed call."""
 
 Tool = Callable[..., Any]
+Content = str | list[dict[str, Any]]
+"""Content of a message with the role tool: text, or a list of parts if it contains images."""
 
 
 class _TimeLimitReached(BaseException):
@@ -99,9 +103,9 @@ def check_no_tools(row: Mapping[str, Any]) -> None:
         )
 
 
-def is_error(text: str) -> bool:
-    """Return whether the text of a tool message reports a failed call."""
-    return text.startswith(_ERROR)
+def is_error(content: Content) -> bool:
+    """Return whether the content of a tool message reports a failed call."""
+    return isinstance(content, str) and content.startswith(_ERROR)
 
 
 def error_text(message: str) -> str:
@@ -109,7 +113,26 @@ def error_text(message: str) -> str:
     return str({"error": message})
 
 
-def call_tools(tools: Mapping[str, Tool], calls: Sequence[tuple[str, str]], limit_s: float) -> list[dict[str, str]]:
+def content_of(result: Any) -> Content:
+    """Return the result of a tool as content of a message: text, or a list of parts if it contains images.
+
+    Args:
+        result: a PIL image, a list of parts of which at least one is an image, or any other value, which becomes text.
+
+    Raises:
+        ValueError: if an image is invalid.
+    """
+    if is_picture(result):
+        result = [{"type": "image", "image": result}]
+    if not isinstance(result, list) or not any(map(is_image, result)):
+        return clean(str(result))
+    parts = [part if is_image(part) else {"type": "text", "text": clean(str(part.get("text")))} for part in result]
+    (message,) = encoded([{"content": parts}])
+    content: Content = message["content"]
+    return content
+
+
+def call_tools(tools: Mapping[str, Tool], calls: Sequence[tuple[str, str]], limit_s: float) -> list[dict[str, Any]]:
     """Execute the tool calls of one turn in order. Return a message with the role tool for each call.
 
     If a call fails, its message contains the error. A call fails if the tool is unknown, the arguments are invalid, the
@@ -124,25 +147,26 @@ def call_tools(tools: Mapping[str, Tool], calls: Sequence[tuple[str, str]], limi
     return tool_messages(calls, lambda name, arguments: _answer(tools, name, arguments, deadline, limit_s))
 
 
-def tool_messages(calls: Sequence[tuple[str, str]], answer: Callable[[str, str], str]) -> list[dict[str, str]]:
+def tool_messages(calls: Sequence[tuple[str, str]], answer: Callable[[str, str], Content]) -> list[dict[str, Any]]:
     """Return a message with the role tool for each call of one turn. The total length of the results is limited.
 
     Args:
         calls: function name and JSON text of the arguments of each call.
-        answer: function that executes a call and returns the text of its result.
+        answer: function that executes a call and returns the content of its message.
     """
     characters_left = MAX_RESULT_CHARACTERS
     messages = []
     for name, arguments in calls:
-        text = answer(name, arguments)
-        if len(text) > characters_left:
-            text = error_text(f"The result has {len(text)} characters, of which at most {characters_left} are shown.")
-        characters_left -= min(characters_left, len(text))
-        messages.append({"role": "tool", "name": name, "content": text})
+        content = answer(name, arguments)
+        length = sum(map(len, texts_in(content)))
+        if length > characters_left:
+            content = error_text(f"The result has {length} characters, of which at most {characters_left} are shown.")
+        characters_left -= min(characters_left, length)
+        messages.append({"role": "tool", "name": name, "content": content})
     return messages
 
 
-def _answer(tools: Mapping[str, Tool], name: str, arguments: str, deadline: float, limit_s: float) -> str:
+def _answer(tools: Mapping[str, Tool], name: str, arguments: str, deadline: float, limit_s: float) -> Content:
     if name not in tools:
         return error_text(f"Tool {name} not found.")
     try:
@@ -153,7 +177,7 @@ def _answer(tools: Mapping[str, Tool], name: str, arguments: str, deadline: floa
         return error_text(f"The arguments of {name} must be a JSON object.")
     try:
         with _alarm(deadline - time.monotonic()):
-            return clean(str(_result(tools[name], values)))
+            return content_of(_result(tools[name], values))
     except _TimeLimitReached:
         return error_text(f"{name} exceeded the time limit of {limit_s:g} s.")
     except BaseException as error:  # code of the policy that a tool executes may raise any exception
@@ -294,7 +318,7 @@ class ToolEpisode:
     def reset(self, row: Mapping[str, Any]) -> None:
         """Use the row's prompt as the first prompt."""
 
-    def step(self, message: Message) -> tuple[list[dict[str, str]] | None, None, bool]:
+    def step(self, message: Message) -> tuple[list[dict[str, Any]] | None, None, bool]:
         """Execute the calls in the policy's message and return their results. Without calls, the episode is done."""
         if self._turns_left == 0:
             return None, None, True

@@ -1,9 +1,10 @@
 """History of sampled turns. A conversation continues from exactly the tokens in the history.
 
-A turn is found by the token ids in its message, if the client returns these ids like NeMo Gym does. If the client drops
-unknown fields, a turn is found by a fingerprint of the tools and the messages. The fingerprint also detects that a
-client has edited its messages or changed its tools. In this case, the stored tokens are not used, because their text
-differs from the request.
+A turn is found by the token ids in its message, if the client returns these ids like NeMo Gym does. In place of the ids
+of placeholders, clients get numbers that identify the images (``client_ids``). If the client drops unknown fields, a
+turn is found by a fingerprint of the tools and the messages. The fingerprint also detects that a client has edited its
+messages or changed its tools. In this case, the stored tokens are not used, because their text differs from the
+request.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from gdpo_nemo.config.rollout_checks import TURNS_KEPT
+from gdpo_nemo.data.images import Images
 from gdpo_nemo.data.replies import parsed_arguments, split_thought
+from gdpo_nemo.data.state_keys import state_keys
 from gdpo_nemo.generation.requests import Completion
+from gdpo_nemo.rollouts.endpoint.images import images_in
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 Messages = Sequence[Mapping[str, Any]]
@@ -51,6 +56,8 @@ class Turn:
     """Number of tokens that the policy sampled in all turns so far."""
     fingerprint: str
     """Fingerprint of the conversation's tools and messages, including the message of this turn."""
+    images: Images = ()
+    """Images of ``prompt_ids``."""
     uses: Uses = field(default_factory=Uses)
     """Counts shared by all turns of the history with the same tokens."""
 
@@ -59,11 +66,17 @@ class Turn:
         """Tokens of prompt and completion. The next prompt begins with these tokens. Shape: int32 [tokens]."""
         return np.concatenate([self.prompt_ids, self.completion.token_ids])
 
+    @cached_property
+    def client_ids(self) -> np.ndarray:
+        """Result of ``client_ids`` for ``token_ids``."""
+        return client_ids(self.token_ids, self.images)
+
     @property
     def token_fields(self) -> dict[str, Any]:
         """Fields of NeMo Gym's model server, from which training reads the turn."""
         completion = self.completion
-        values = (self.prompt_ids.tolist(), completion.token_ids.tolist(), completion.logprobs.tolist())
+        prompt_ids = self.client_ids[: len(self.prompt_ids)].tolist()
+        values = (prompt_ids, completion.token_ids.tolist(), completion.logprobs.tolist())
         return dict(zip(TOKEN_FIELDS, values))
 
 
@@ -106,12 +119,12 @@ class History:
         If turns of one session have equal text but different tokens, they can be found only by their token ids.
         """
         with self._lock:
-            ids = digest(turn.token_ids)
+            ids = digest(turn.client_ids)
             key = (session, turn.fingerprint)
             stored = self._by_text.get(key)
             stored_turn = stored[1] if stored else None
             is_unique = stored is None or (
-                stored_turn is not None and np.array_equal(stored_turn.token_ids, turn.token_ids)
+                stored_turn is not None and np.array_equal(stored_turn.client_ids, turn.client_ids)
             )
             # Entries are moved to the end, so that all entries are in the order of their numbers.
             if same := self._by_ids.pop(ids, None):
@@ -149,10 +162,10 @@ class History:
         """Remove all turns."""
         self.forget(self.count)
 
-    def turn(self, token_ids: np.ndarray) -> Turn | None:
-        """Return the turn whose prompt and completion are ``token_ids``. Return None if the turn is not stored."""
+    def turn(self, ids: np.ndarray) -> Turn | None:
+        """Return the turn whose ``client_ids`` are ``ids``. Return None if the turn is not stored."""
         with self._lock:
-            found = self._by_ids.get(digest(token_ids))
+            found = self._by_ids.get(digest(ids))
         return found[1] if found else None
 
     def claim(self, turns: Sequence[Turn]) -> None:
@@ -182,7 +195,7 @@ class History:
             text_digest = fingerprint(messages[: index + 1], tools)
             if message.get("prompt_token_ids") is not None:
                 ids = [*message["prompt_token_ids"], *(message.get("generation_token_ids") or ())]
-                turn = self.turn(np.array(ids, np.int32))
+                turn = self.turn(np.array(ids, np.int64))
                 if turn is None:
                     raise UnknownTurn
                 if turn.fingerprint != text_digest:
@@ -196,7 +209,7 @@ class History:
 
 
 def fingerprint(messages: Messages, tools: Tools = None) -> str:
-    """Return the SHA-256 digest of the tools and the messages: their roles, stripped text, reasoning and tool calls.
+    """Return the SHA-256 digest of the tools and the messages: roles, stripped text, images, reasoning and tool calls.
 
     Reasoning at the beginning of the text and in a separate item give equal digests, because clients store reasoning in
     either format.
@@ -212,18 +225,29 @@ def fingerprint(messages: Messages, tools: Tools = None) -> str:
         if not thought:
             thought, text = split_thought(text)
         parts = [message.get("role"), thought.strip(), text.strip(), calls]
+        if images := images_in(message):
+            parts.append([(place, image.sha256) for place, image in images])
         state.update(json.dumps(parts, sort_keys=True, default=str).encode() + b"\n")
     return state.hexdigest()
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """Return the text of a message, whose content may be null, a string or a list of text parts."""
+    """Return the text of a message, whose content may be null, a string or a list of parts."""
     content = message.get("content")
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
     return content if isinstance(content, str) else ""
 
 
-def digest(token_ids: np.ndarray) -> bytes:
-    """Return the SHA-256 digest of token ids."""
-    return hashlib.sha256(np.ascontiguousarray(token_ids, np.int32).tobytes()).digest()
+def client_ids(token_ids: np.ndarray, images: Images) -> np.ndarray:
+    """Return the numbers for the tokens in requests and replies: int64 [tokens].
+
+    The number of a placeholder of an image is a part of its state key, so that conversations with equal tokens and
+    different images differ. It has 53 bits, which every JSON parser reads exactly. Other tokens have their ids.
+    """
+    return (state_keys(token_ids, None, images) & np.uint64((1 << 53) - 1)).astype(np.int64)
+
+
+def digest(ids: np.ndarray) -> bytes:
+    """Return the SHA-256 digest of token ids, or of the result of ``client_ids``."""
+    return hashlib.sha256(np.ascontiguousarray(ids, np.int64).tobytes()).digest()

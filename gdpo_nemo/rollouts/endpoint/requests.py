@@ -12,6 +12,7 @@ from gdpo_nemo.data.replies import Reply
 from gdpo_nemo.environments.server_replies import depth_exceeds
 from gdpo_nemo.generation.requests import Sampling
 from gdpo_nemo.rollouts.endpoint.conversations import TOKEN_FIELDS, Turn, part_of
+from gdpo_nemo.rollouts.endpoint.images import RequestImages, is_image
 from gdpo_nemo.utils.files import parse_json
 
 MAX_BODY_BYTES = 64 * 2**20
@@ -62,6 +63,7 @@ class ChatRequest:
     """Fields of a chat request that the endpoint uses."""
 
     messages: list[dict[str, Any]]
+    """Messages whose image parts are ``{"type": "image", "image": Image}``."""
     tools: list[Mapping[str, Any]] | None
     max_tokens: int | None
     wants_logprobs: bool
@@ -75,13 +77,16 @@ class ChatRequest:
     """False if ``tool_choice`` is none: calls remain in the text."""
 
 
-def read_chat(body: bytes, sampling: Sampling, session: str) -> ChatRequest:
+def read_chat(body: bytes, sampling: Sampling, session: str, images: RequestImages | None = None) -> ChatRequest:
     """Parse a request to /v1/chat/completions or /tokenize.
+
+    Args:
+        images: reader of images, or None if the policy reads only text.
 
     Raises:
         Refused: with status 400 if the request is invalid.
     """
-    return read_request(read_object(body), sampling, session)
+    return read_request(read_object(body), sampling, session, images)
 
 
 def read_object(body: bytes) -> dict[str, Any]:
@@ -101,7 +106,9 @@ def read_object(body: bytes) -> dict[str, Any]:
     return request
 
 
-def read_request(request: Mapping[str, Any], sampling: Sampling, session: str) -> ChatRequest:
+def read_request(
+    request: Mapping[str, Any], sampling: Sampling, session: str, images: RequestImages | None = None
+) -> ChatRequest:
     """Validate the fields of a chat request that the endpoint uses, and return them.
 
     Raises:
@@ -113,7 +120,7 @@ def read_request(request: Mapping[str, Any], sampling: Sampling, session: str) -
         raise Refused(400, "max_tokens must be an integer of at least 1")
     user = request.get("user")
     return ChatRequest(
-        _messages(request.get("messages")),
+        _messages(request.get("messages"), images),
         _tools(request.get("tools")),
         min(limits, default=None),
         bool(request.get("logprobs")),
@@ -187,7 +194,7 @@ def refuse_others(request: Mapping[str, Any], neutral: Mapping[str, tuple[Any, .
             raise Refused(400, f"{key} {str(request[key])[:40]} is not supported: {reason}")
 
 
-def _messages(messages: Any) -> list[dict[str, Any]]:
+def _messages(messages: Any, images: RequestImages | None) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages or len(messages) > _MAX_MESSAGES:
         raise Refused(400, f"messages must be a list of 1 to {_MAX_MESSAGES} messages")
     for index, message in enumerate(messages):
@@ -195,15 +202,53 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
             raise Refused(400, f"messages[{index}] must be an object with a role")
         content = message.get("content")
         if isinstance(content, list):
-            if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-                raise Refused(400, f"messages[{index}].content contains a part that is not text")
+            _check_parts(f"messages[{index}].content", content, message["role"])
         elif content is not None and not isinstance(content, str):
             raise Refused(400, f"messages[{index}].content must be text")
         _check_calls(index, message.get("tool_calls"))
         for key in ("prompt_token_ids", "generation_token_ids"):
             if message.get(key) is not None and not are_token_ids(message[key], _MAX_TOKENS):
                 raise Refused(400, f"messages[{index}].{key} must be a list of token ids")
+    _read_images(messages, images)
     return messages
+
+
+def _check_parts(where: str, content: Sequence[Any], role: str) -> None:
+    for part in content:
+        if not isinstance(part, dict) or not (isinstance(part.get("text"), str) or is_image(part)):
+            raise Refused(400, f"{where} contains a part that is neither text nor an image")
+        if is_image(part) and role == "assistant":
+            raise Refused(400, f"{where} contains an image, but the policy writes only text")
+
+
+def _read_images(messages: Sequence[dict[str, Any]], images: RequestImages | None) -> None:
+    """Replace each image part by ``{"type": "image", "image": Image}``.
+
+    Raises:
+        NoRoom: if the conversation has too many images.
+        Refused: with status 400 if an image is invalid, or the policy reads only text.
+    """
+    contents: list[Any] = [message.get("content") for message in messages]
+    count = sum(len(_image_places(content)) for content in contents)
+    if images is not None and count > images.limit:
+        raise NoRoom(
+            f"the conversation exceeds the context length, because it has {count} images, and the limit is "
+            f"{images.limit} (data.images.max_per_prompt)"
+        )
+    for index, content in enumerate(contents):
+        for place in _image_places(content):
+            where = f"messages[{index}].content[{place}]"
+            if images is None:
+                raise Refused(400, f"{where} is an image, but the policy reads only text")
+            try:
+                content[place] = {"type": "image", "image": images.read(content[place])}
+            except ValueError as error:
+                raise Refused(400, f"{where} {error}") from None
+
+
+def _image_places(content: Any) -> list[int]:
+    """Return the indices of the image parts of a message's content."""
+    return [place for place, part in enumerate(content) if is_image(part)] if isinstance(content, list) else []
 
 
 def _check_calls(index: int, calls: Any) -> None:
@@ -213,9 +258,9 @@ def _check_calls(index: int, calls: Any) -> None:
 
 
 def are_token_ids(value: Any, most: int) -> bool:
-    """Return whether a value from a client is a list of at most ``most`` token ids."""
+    """Return whether a value from a client is a list of at most ``most`` numbers of ``client_ids``."""
     is_short_list = isinstance(value, list) and len(value) <= most
-    return is_short_list and all(type(token) is int and 0 <= token < 2**31 for token in value)
+    return is_short_list and all(type(token) is int and 0 <= token < 2**53 for token in value)
 
 
 def _tools(tools: Any) -> list[Mapping[str, Any]] | None:
@@ -246,8 +291,13 @@ effect. All other values are rejected.
 _TEXT_PARTS = ("input_text", "output_text", "summary_text", "text")
 
 
-def read_responses(body: bytes, sampling: Sampling, session: str) -> tuple[ChatRequest, Mapping[str, Any]]:
+def read_responses(
+    body: bytes, sampling: Sampling, session: str, images: RequestImages | None = None
+) -> tuple[ChatRequest, Mapping[str, Any]]:
     """Parse a request to /v1/responses. Return the chat request and the original request.
+
+    Args:
+        images: reader of images, or None if the policy reads only text.
 
     Raises:
         Refused: with status 400 if the request is invalid.
@@ -262,7 +312,7 @@ def read_responses(body: bytes, sampling: Sampling, session: str) -> tuple[ChatR
     chat["messages"] = system + _response_messages(request.get("input"))
     chat["max_tokens"] = request.get("max_output_tokens")
     chat["tools"] = [_chat_tool(index, tool) for index, tool in enumerate(_list("tools", request.get("tools") or []))]
-    found = read_request(chat, sampling, session)
+    found = read_request(chat, sampling, session, images)
     if found.choices != 1:
         raise Refused(400, "n is not supported, because a response has one choice")
     return found, request
@@ -328,11 +378,11 @@ def _response_messages(items: Any) -> list[dict[str, Any]]:
         if kind == "function_call_output":
             turn = None
             messages.append(
-                {"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(where, item.get("output"))}
+                {"role": "tool", "tool_call_id": item.get("call_id"), "content": _content(where, item.get("output"))}
             )
         elif kind == "message" and item.get("role") != "assistant":
             turn = None
-            messages.append({"role": item.get("role"), "content": _text(where, item.get("content"))})
+            messages.append({"role": item.get("role"), "content": _content(where, item.get("content"))})
         else:
             if turn is None:
                 turn = {"role": "assistant", "content": ""}
@@ -356,6 +406,13 @@ def _append_item(where: str, kind: str, item: Mapping[str, Any], turn: dict[str,
         turn.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": function})
     else:
         raise Refused(400, f"{where} is of type {str(kind)[:40]!r}, which is not supported in a chat")
+
+
+def _content(where: str, content: Any) -> str | list[dict[str, Any]]:
+    """Return the text of an item, or a list of parts if it contains images."""
+    if not _image_places(content):
+        return _text(where, content)
+    return [dict(part) if is_image(part) else {"type": "text", "text": _text(where, [part])} for part in content]
 
 
 def _text(where: str, content: Any) -> str:

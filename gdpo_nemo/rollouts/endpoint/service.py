@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import threading
 from collections import Counter, deque
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
@@ -15,6 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from gdpo_nemo.data.conversation import Conversation
+from gdpo_nemo.data.image_reader import ImageReader
+from gdpo_nemo.data.images import Image, Images, moved
 from gdpo_nemo.data.replies import parsed_arguments
 from gdpo_nemo.environments.server_replies import printable
 from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
@@ -24,15 +25,19 @@ from gdpo_nemo.rollouts.endpoint.conversations import (
     History,
     Turn,
     UnknownTurn,
+    client_ids,
+    digest,
     fingerprint,
     part_of,
     text_of,
 )
+from gdpo_nemo.rollouts.endpoint.images import RequestImages, images_in
 from gdpo_nemo.rollouts.endpoint.requests import (
     ChatRequest,
     NoRoom,
     Refused,
     read_chat,
+    read_object,
     read_responses,
     response_of,
     response_without_room,
@@ -77,6 +82,7 @@ class _Next:
     stored."""
 
     token_ids: np.ndarray
+    images: Images
     before: Turn | None
     is_edited: bool = False
     """True if the client has changed the history or the tools of the previous turn."""
@@ -105,9 +111,17 @@ class Service:
         shared: True allows several open phases with equal sampling settings, for example one phase per group. A request
             does not identify its phase, because few agents would forward an identifier. Seeds therefore depend on the
             order of requests. With False, each phase waits until the previous phase ends.
+        images: reader of images, which ``conversation`` also has, or None if the policy reads only text.
     """
 
-    def __init__(self, engines: Engines, conversation: Conversation, budgets: Budgets, shared: bool = False):
+    def __init__(
+        self,
+        engines: Engines,
+        conversation: Conversation,
+        budgets: Budgets,
+        shared: bool = False,
+        images: ImageReader | None = None,
+    ):
         self.conversation = conversation
         self.budgets = budgets
         self.history = History()
@@ -124,6 +138,7 @@ class Service:
         """Error that made sampling fail permanently, or None if sampling works."""
         self._engines = engines
         self._shared = shared
+        self._images = None if images is None else RequestImages(images)
         self._batch: _Batch | None = None
         """Current batch, or None if no phase is open."""
         self._request_counts: Counter[bytes] = Counter()
@@ -196,7 +211,7 @@ class Service:
             Refused: if the request is invalid or cannot be served.
         """
         batch = self._current_batch()
-        request = await asyncio.to_thread(read_chat, body, batch.sampling, session)
+        request = await asyncio.to_thread(read_chat, body, batch.sampling, session, self._images)
         return await asyncio.to_thread(_answer, await self._turns(request, batch), request)
 
     async def messages(self, body: bytes, session: str = "") -> dict[str, Any]:
@@ -217,12 +232,12 @@ class Service:
             Refused: if the request is invalid or cannot be served.
         """
         batch = self._current_batch()
-        request, original = await asyncio.to_thread(read_responses, body, batch.sampling, session)
         try:
+            request, original = await asyncio.to_thread(read_responses, body, batch.sampling, session, self._images)
             [(turn, message)] = await self._turns(request, batch)
         except NoRoom as refused:
             self.count_refusal(str(refused))
-            return response_without_room(original)
+            return response_without_room(await asyncio.to_thread(read_object, body))
         return response_of(turn, message, original, f"{_number(turn):x}_{turn.turns}")
 
     def count_refusal(self, message: str) -> None:
@@ -255,13 +270,14 @@ class Service:
         self.counts["spliced"] += before is not None
         self.counts["edited"] += following.is_edited
         allowed = self._allowed(request, following, batch.sampling)
-        sample = SampleRequest(following.token_ids, self._seed(following.token_ids), allowed)
+        seed = self._seed(client_ids(following.token_ids, following.images))
+        sample = SampleRequest(following.token_ids, seed, allowed, following.images)
         stopping = replace(batch.sampling, stop_strings=(*batch.sampling.stop_strings, *request.stop))
         completion, engine = await self._sample(sample, stopping, before.engine if before else None)
-        message, digest = await asyncio.to_thread(self._message, completion, request)
+        message, text_digest = await asyncio.to_thread(self._message, completion, request)
         turns, policy_tokens = (before.turns, before.num_policy_tokens) if before else (0, 0)
         policy_tokens += len(completion.token_ids)
-        turn = Turn(following.token_ids, completion, engine, turns + 1, policy_tokens, digest)
+        turn = Turn(following.token_ids, completion, engine, turns + 1, policy_tokens, text_digest, following.images)
         for index, call in enumerate(message.get("tool_calls") or ()):
             call["id"] = f"call_{_number(turn)}_{turn.turns}_{index}"
         self._store(batch, request.session, turn)
@@ -301,8 +317,9 @@ class Service:
         Raises:
             Refused: if the request is invalid.
         """
-        request = await asyncio.to_thread(read_chat, body, self._current_batch().sampling, session)
-        ids = (await asyncio.to_thread(self._next, request)).token_ids.tolist()
+        request = await asyncio.to_thread(read_chat, body, self._current_batch().sampling, session, self._images)
+        following = await asyncio.to_thread(self._next, request)
+        ids = client_ids(following.token_ids, following.images).tolist()
         return {"tokens": ids, "count": len(ids), "max_model_len": self.budgets.max_sequence}
 
     def models(self) -> dict[str, Any]:
@@ -332,16 +349,20 @@ class Service:
         messages = [_for_template(message) for message in request.messages]
         try:
             if found is None:
-                return _Next(self.conversation.prompt(messages, request.tools)[1], None, is_edited)
+                _, ids, images = self.conversation.prompt_with_images(messages, request.tools)
+                return _Next(ids, images, None, is_edited)
             turn, index = found
             if index + 1 == len(messages):
                 raise Refused(400, "the last message is from the assistant, so there is nothing to answer")
             last = int(turn.completion.token_ids[-1])
             calls = messages[index].get("tool_calls", ())
-            new = self.conversation.continuation(messages[:index], messages[index + 1 :], last, request.tools, calls)
+            new, images = self.conversation.continuation_with_images(
+                messages[:index], messages[index + 1 :], last, request.tools, calls
+            )
         except RunError as error:
             raise Refused(400, str(error)) from None
-        return _Next(np.concatenate([turn.token_ids, new]).astype(np.int32), turn)
+        ids = np.concatenate([turn.token_ids, new]).astype(np.int32)
+        return _Next(ids, turn.images + moved(images, len(turn.token_ids)), turn)
 
     def _allowed(self, request: ChatRequest, following: _Next, sampling: Sampling) -> int:
         """Return the maximum number of tokens of the next turn.
@@ -362,20 +383,23 @@ class Service:
             raise NoRoom(f"max_tokens: the policy has already used all of its {budgets.max_tokens} tokens")
         return min(room, left, sampling.max_new_tokens, request.max_tokens or room)
 
-    def _seed(self, token_ids: np.ndarray) -> int:
+    def _seed(self, ids: np.ndarray) -> int:
         """Return a seed that depends on the phase, the prompt and the number of earlier requests with this prompt.
 
         Requests with the same prompt get different seeds. The set of the seeds does not depend on the order of the
         agents.
+
+        Args:
+            ids: result of ``client_ids`` for the prompt.
         """
-        digest = hashlib.sha256(token_ids.tobytes()).digest()
+        prompt = digest(ids)
         with self._condition:
             if not self._phases:
                 raise Refused(400, _NO_ROLLOUT)
             phase = self._phases[0].entropy
-            self._request_counts[digest] += 1
-            times = self._request_counts[digest]
-        entropy = [phase, int.from_bytes(digest[:8], "little"), times]
+            self._request_counts[prompt] += 1
+            times = self._request_counts[prompt]
+        entropy = [phase, int.from_bytes(prompt[:8], "little"), times]
         return int(np.random.SeedSequence(entropy).generate_state(1)[0] >> 1)
 
     def _message(self, completion: Completion, request: ChatRequest) -> tuple[dict[str, Any], str]:
@@ -411,13 +435,18 @@ class Service:
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a message to the format that chat templates expect.
 
-    The content becomes a string, and the arguments of tool calls become objects. The role developer becomes system.
-    Fields of this endpoint, such as token ids, are removed.
+    The content becomes a string, unless it contains images, and the arguments of tool calls become objects. The role
+    developer becomes system. Fields of this endpoint, such as token ids, are removed.
     """
     plain = part_of(message, ("role", "name", "tool_call_id", "reasoning_content"))
     if plain["role"] == "developer":
         plain["role"] = "system"
     plain["content"] = text_of(message)
+    if images_in(message):
+        parts = message["content"]
+        plain["content"] = [
+            p if isinstance(p.get("image"), Image) else {"type": "text", "text": p["text"]} for p in parts
+        ]
     if message.get("tool_calls"):
         plain["tool_calls"] = []
         for call in message["tool_calls"]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gdpo_nemo.commands.arguments import say, terminal
+from gdpo_nemo.data.messages import is_image, parts_of
 from gdpo_nemo.environments.nemo_gym.checkout import Unknown, component_names, instances_of, read_config
 from gdpo_nemo.environments.nemo_gym.rows import read_row
 from gdpo_nemo.tools.gym.agent_trial import POLICY_KEYS, Trials, choose, serve
@@ -98,13 +99,13 @@ def scan(arguments: argparse.Namespace) -> int:
 
 
 def _try(found: list[Scanned], checkout: Path, arguments: argparse.Namespace) -> None:
-    """Start the servers that need no judge, images or configuration, and record what they return. With ``--model``,
-    also start the plain agents."""
+    """Start the servers that need no judge or configuration, and record what they return. With ``--model``, also start
+    the plain agents."""
     from gdpo_nemo.cluster.cleanup_process import guard_children
 
     logs = log_folder(arguments.log_dir)
     source = source_of(arguments)
-    able = [one for one in found if one.kind == _SERVERS and not one.needs.keys() - {TOOLS, EXECUTES}]
+    able = [one for one in found if one.kind == _SERVERS and not one.needs.keys() - {TOOLS, EXECUTES, IMAGES}]
     guard_children()  # also ends the servers after SIGKILL
     for one in able[: arguments.limit]:
         folder = checkout / one.kind / one.name
@@ -234,11 +235,14 @@ def _classify_server(one: Scanned, folder: Path, entrypoint: Path, code: Code) -
         one.needs[TOOLS] = ", ".join(routes)
     for row in rows:
         try:
-            if "tools" in read_row(row):
-                one.needs.setdefault(TOOLS, "tools of the rows")
+            columns = read_row(row)
         except ConfigError as error:
-            images = '_image"' in json.dumps(row.get("responses_create_params"))
-            one.needs[IMAGES if images else REFUSED] = f"row: {error}"
+            one.needs[REFUSED] = f"row: {error}"
+            continue
+        if "tools" in columns:
+            one.needs.setdefault(TOOLS, "tools of the rows")
+        if any(map(is_image, parts_of(columns["messages"]))):
+            one.needs.setdefault(IMAGES, "images of the rows")
 
 
 def _is_model(value: object) -> bool:

@@ -124,10 +124,9 @@ def image_rewards(recipe: Recipe) -> dict[str, tuple[Any, float]]:
     NeMo-RL divides the weights by their sum.
     """
     listed = recipe.get(f"env.{env_name(recipe)}.reward_functions")
-    listed = listed if isinstance(listed, list) and all(isinstance(given, dict) for given in listed) else []
+    listed = listed if isinstance(listed, list) and all(map(_is_function, listed)) else []
     weights = [given.get("weight") for given in listed]
-    names = [given.get("name") for given in listed]
-    if not set(names) <= {*_REWARDS} or len({*names}) < len(names) or not all(map(_is_positive, weights)):
+    if len({given["name"] for given in listed}) < len(listed) or not all(map(_is_positive, weights)):
         return {}
     found = {}
     for given in sorted(listed, key=lambda given: -float(given["weight"])):
@@ -136,6 +135,12 @@ def image_rewards(recipe: Recipe) -> dict[str, tuple[Any, float]]:
         weight = round(given["weight"] / sum(weights), 12)
         found[given["name"]] = ({"function": path, **options} if options else path, weight)
     return found
+
+
+def _is_function(given: Any) -> bool:
+    return (
+        isinstance(given, dict) and str(given.get("name")) in _REWARDS and isinstance(given.get("kwargs") or {}, dict)
+    )
 
 
 def _is_positive(value: Any) -> bool:

@@ -8,6 +8,8 @@ from typing import Any
 
 from gdpo_nemo.config.allowed_values import LORA_TARGETS
 from gdpo_nemo.config.model_checks import read_model_config
+from gdpo_nemo.models.architectures import linear_layers
+from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.tools.interop.nemo_rl.recipe import KnownModel, known_model, tower_adapters, tower_missing
 from gdpo_nemo.tools.interop.translation import Findings
 from gdpo_nemo.tools.interop.trl.defaults import LORA_CONFIG
@@ -167,7 +169,7 @@ def _lora(run: TrlRun, findings: Findings) -> None:
         "policy.lora.alpha", float(alpha), "peft_config.lora_alpha" + (" x sqrt(r)" * bool(given["use_rslora"]))
     )
     findings.set("policy.lora.dropout", float(given["lora_dropout"]), "peft_config.lora_dropout")
-    targets = _targets(given["target_modules"], findings)
+    targets = _targets(given["target_modules"], known_model(str(run.model)).model_type, findings)
     findings.set("policy.lora.target_modules", targets, "peft_config.target_modules")
     everywhere = given["target_modules"] == "all-linear"
     if different := tower_adapters(known_model(str(run.model)), None if everywhere else targets):
@@ -180,11 +182,12 @@ def _lora(run: TrlRun, findings: Findings) -> None:
         findings.differs("peft_config", f"not supported: {', '.join(unknown)}")
 
 
-def _targets(modules: Any, findings: Findings) -> list[str]:
+def _targets(modules: Any, model_type: str, findings: Findings) -> list[str]:
     if modules is None:
         return _PEFT_TARGETS
     if modules == "all-linear":
-        return [name for name in LORA_TARGETS if name != "lm_head"]
+        family = FAMILIES.get(model_type)
+        return [name for name in (linear_layers(family) if family else LORA_TARGETS) if name != "lm_head"]
     names = [modules] if isinstance(modules, str) else list(modules)
     known = [name for name in names if name in LORA_TARGETS]
     if len(known) < len(names):
