@@ -137,19 +137,27 @@ class Measured:
     """images that the towers processed"""
     saved: int
     """tokens that are not computed"""
+    buffers: set[str]
+    """data types of the tower's rotary frequencies"""
 
 
 def shared_out(place, policy, batch, sharing, budget=60):
-    """Return the sequences and micro-batches that the driver would send here, and the number of shared tokens.
+    """Return the sequences and micro-batches that the driver would send here, their indices in the batch, and the
+    number of shared tokens.
 
-    Ranks after the first stage get no data of images.
+    Ranks after the first stage get no data of images. With communication in the background, only the first of two
+    data-parallel ranks gets sequences with images.
     """
     from megatron.core import parallel_state
     from rank_cases import budget_of
 
-    from gdpo_nemo.data.prefixes import choose_layout
+    from gdpo_nemo.data.prefixes import Layout, choose_layout
 
     layout = choose_layout(sharing, batch, budget_of(place.layout, budget))
+    if place.layout.overlap_grad_reduce:
+        in_order = [i for micro_batches in layout.assignment for members in micro_batches for i in members]
+        with_images = [i for i in in_order if batch[i].images]
+        layout = Layout([[with_images], [[i for i in in_order if not batch[i].images]]], layout.shared)
     mine = layout.assignment[parallel_state.get_data_parallel_rank()]
     share = Share.of(batch, mine, shared=layout.shared)
     if not policy.is_first_stage:
@@ -168,7 +176,9 @@ def measured(place, folder, batch, sharing, train_tower=True, precision="float32
     policy.backward(*work, LossSettings())
     gradients = gradients_of(policy)
     result = policy.train(*work, LossSettings())
-    return Measured(before, gradients, result.grad_norm, result.sums["tower_images"], saved)
+    towers = [chunk.tower for chunk in policy.chunks if chunk.pre_process]
+    buffers = {str(buffer.dtype) for tower in towers for buffer in tower.buffers()}
+    return Measured(before, gradients, result.grad_norm, result.sums["tower_images"], saved, buffers)
 
 
 def in_batch(found, places):
