@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from dataclasses import replace
@@ -9,13 +10,22 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from tiny_vision import KINDS, write_tiny_vision
+from test_turns_with_images import LIMITS, Zoom
+from tiny_vision import KINDS, picture, write_tiny_vision
+from transformers import AutoTokenizer
 from vision_reference import PLACEHOLDER, Reference, image
 
 from gdpo_nemo.config.schema import VllmConfig
-from gdpo_nemo.data.images import Image
+from gdpo_nemo.config.sections import ImagesConfig
+from gdpo_nemo.data.contexts import to_score
+from gdpo_nemo.data.conversation import Conversation
+from gdpo_nemo.data.image_reader import ImageReader
+from gdpo_nemo.data.images import Image, read_image
+from gdpo_nemo.data.records import Prompt
+from gdpo_nemo.environments.episodes import advance
 from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT, KV_AT_UPDATE, Engine, EngineOptions
 from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
+from gdpo_nemo.rollouts.turns import EpisodeJob, play_episode
 from gdpo_nemo.utils.errors import RunError
 from gdpo_nemo.weights.transports.memory import MemoryReceiver
 
@@ -28,6 +38,7 @@ FIRST, SECOND, TWIN = image(112, 112, 1), image(70, 130, 2), image(112, 112, 3)
 
 
 class Parts(NamedTuple):
+    folder: str
     engine: Engine
     reference: Reference
     changed: Reference
@@ -47,7 +58,7 @@ def parts(request, tmp_path_factory):
         options = EngineOptions(str(folder / "model"), config, "float32", 256, 0, on_cpu=True, images_per_prompt=2)
         engine = Engine(options)
         assert not (folder / "cache" / "modelinfos").exists(), "vLLM was imported again to inspect the model"
-        yield Parts(engine, reference, changed)
+        yield Parts(str(folder / "model"), engine, reference, changed)
         engine.close()
 
 
@@ -97,6 +108,31 @@ def test_a_sampled_placeholder_is_text(parts):
         assert off(reference, turn, completion).max() < EXACT
         (scores,) = parts.engine.score([token_ids], [turn.images])
         assert np.abs(scores - reference.logprobs(token_ids, turn.images)).max() < EXACT
+
+
+def test_logprobs_of_an_episode_with_images_are_those_of_transformers(parts):
+    """Each observation of the environment shows another part of the first image."""
+    tokenizer = AutoTokenizer.from_pretrained(parts.folder)
+    talk = Conversation(tokenizer, True, images=ImageReader(ImagesConfig(), parts.folder, tokenizer))
+    first = read_image(picture(128, 128, 1), ImagesConfig())
+    parts_of_message = [{"type": "image", "image": first}, {"type": "text", "text": "?"}]
+    text, ids, images = talk.prompt_with_images([{"role": "user", "content": parts_of_message}])
+    prompt = Prompt("p", ids, text, "zoom", {"images": [first]}, None, images)
+
+    async def sample(request):
+        return parts.engine.generate([request], SAMPLING).completions[0]
+
+    async def step(asked):
+        return advance(Zoom(), asked)
+
+    job = EpisodeJob(SAMPLING, lambda turn: 50 + turn, sample, step)
+    made = asyncio.run(play_episode(prompt, 0, job, LIMITS, talk))
+    (sequence,) = to_score([made])
+    assert made.turns == 3 and len(sequence.images) == 3
+    token_ids = np.concatenate([sequence.prompt_ids, sequence.completion_ids])
+    expected = parts.reference.logprobs(token_ids, sequence.images)[len(sequence.prompt_ids) - 1 :]
+    off_by = np.abs(expected - sequence.sampler_logprobs)[sequence.loss_mask]
+    assert off_by.max() < EXACT
 
 
 def test_an_image_without_data_must_be_known(parts):
