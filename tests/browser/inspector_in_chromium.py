@@ -188,7 +188,7 @@ def check_filters(visit: Visit, records: list[dict[str, Any]], step: int) -> Non
 def check_search(visit: Visit, record: dict[str, Any]) -> None:
     """A search finds the sample, and a permalink with it opens as it was."""
     page = visit.page
-    word = record["prompt"].strip()[:12]
+    word = record["completion" if record.get("images") else "prompt"].strip()[:12]  # the page labels images
     page.fill("#search", word)
     visit.until("word => document.body.dataset.searched === word", word)
     assert " of " in visit.text("#count") and page.locator("#rows .row").count() > 0
