@@ -47,9 +47,6 @@ from transformers import (
     AutoModelForImageTextToText,
     GenerationConfig,
     Qwen2Tokenizer,
-    Qwen2VLImageProcessor,
-    Qwen3VLProcessor,
-    Qwen3VLVideoProcessor,
 )
 
 from gdpo_nemo import GdpoError, LossSettings, TrainSequence
@@ -308,6 +305,8 @@ def _write_random(folder: str | Path, tokenizer: Qwen2Tokenizer, seed: int, fiel
 
 def _write_dots_processor(folder: str | Path, tokenizer: Qwen2Tokenizer) -> None:
     """Write the processor of images of 64 x 64 pixels. transformers requires a video processor, which is not used."""
+    from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor  # import torchvision
+
     size = {"shortest_edge": 64 * 64, "longest_edge": 64 * 64}
     middle = [0.5] * 3
     images = Qwen2VLImageProcessor(patch_size=16, image_mean=middle, image_std=middle, size=size)

@@ -115,8 +115,8 @@ def write_tiny_vision(folder: Path, kind: str, seed: int = 0, **text: Any) -> Pa
         )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Larger than transformers' initial values, so that a wrong image changes the log-probs by more than 0.1, and
-            # small enough for vLLM's float32 rounding to stay below 1e-5.
+            # Large enough for a wrong image to change log-probs by more than 0.1, and small enough for vLLM's float32
+            # rounding to stay below 1e-5.
             if parameter.ndim > 1:
                 parameter.normal_(0, 0.06)
             elif name.endswith("bias"):
