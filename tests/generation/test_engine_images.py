@@ -38,7 +38,6 @@ FIRST, SECOND, TWIN = image(112, 112, 1), image(70, 130, 2), image(112, 112, 3)
 
 
 class Parts(NamedTuple):
-    folder: str
     engine: Engine
     reference: Reference
     changed: Reference
@@ -58,7 +57,7 @@ def parts(request, tmp_path_factory):
         options = EngineOptions(str(folder / "model"), config, "float32", 256, 0, on_cpu=True, images_per_prompt=2)
         engine = Engine(options)
         assert not (folder / "cache" / "modelinfos").exists(), "vLLM was imported again to inspect the model"
-        yield Parts(str(folder / "model"), engine, reference, changed)
+        yield Parts(engine, reference, changed)
         engine.close()
 
 
@@ -112,8 +111,9 @@ def test_a_sampled_placeholder_is_text(parts):
 
 def test_logprobs_of_an_episode_with_images_are_those_of_transformers(parts):
     """Each observation of the environment shows another part of the first image."""
-    tokenizer = AutoTokenizer.from_pretrained(parts.folder)
-    talk = Conversation(tokenizer, True, images=ImageReader(ImagesConfig(), parts.folder, tokenizer))
+    folder = parts.reference.model.name_or_path
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    talk = Conversation(tokenizer, True, images=ImageReader(ImagesConfig(), folder, tokenizer))
     first = read_image(picture(128, 128, 1), ImagesConfig())
     parts_of_message = [{"type": "image", "image": first}, {"type": "text", "text": "?"}]
     text, ids, images = talk.prompt_with_images([{"role": "user", "content": parts_of_message}])
