@@ -96,6 +96,7 @@ def world_of(monkeypatch):
     monkeypatch.setattr(links, "ray", clients.ray)
     monkeypatch.setattr(hosts, "guard_children", lambda: None)
     monkeypatch.setattr(hosts, "load_tokenizer", lambda *_: Tokenizer())
+    monkeypatch.setattr(hosts, "load_image_reader", lambda *_: None)
     monkeypatch.setattr(links, "_GATHER_S", 0.0)
     monkeypatch.setattr(links, "_REPORT_S", 0.0)
     monkeypatch.setattr(links, "_REPORT_S_PER_HOST", 0.0)
