@@ -356,6 +356,8 @@ def import_vllm() -> None:
     vLLM patches this module if the module can be imported. The import would take 0.5 s of CPU time.
     """
     unused = ["torch._inductor.lowering"] if os.environ.get("TORCHDYNAMO_DISABLE") == "1" else []
+    if "torch._inductor.pattern_matcher" in sys.modules:
+        unused = []  # vLLM patches this module as well, which needs the other one
     with importing():
         import_transformers()
         if "vllm" not in sys.modules:
