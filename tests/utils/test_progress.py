@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import weakref
 
 import pytest
@@ -39,11 +40,16 @@ def followed(thing: object) -> bool:
 
 @pytest.fixture
 def collections():
-    """Phases of the collections of this test. What it freezes stays so: test files are frozen, too."""
+    """Phases of the collections of this test. What it freezes stays so: test files are frozen, too.
+
+    Threads of earlier tests, such as those of rollout hosts, may collect by themselves.
+    """
     seen = []
+    own = threading.get_ident()
 
     def note(phase, info):
-        seen.append(phase)
+        if threading.get_ident() == own:
+            seen.append(phase)
 
     gc.callbacks.append(note)
     yield seen
