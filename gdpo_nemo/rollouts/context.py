@@ -432,7 +432,7 @@ def _fault(t: Trajectory, prompt: Prompt, max_sequence: int) -> str | None:  # n
         return "the version spans do not add up to the number of tokens that the policy wrote"
     if t.turn_parents and (fault := _fault_of_parents(t)):
         return fault
-    if any(not _is_heard(placed, t) for placed in t.images):
+    if any(not _is_from_environment(placed, t) for placed in t.images):
         return "images must be among the environment's tokens of the completion"
     longest = max(len(c.prompt_ids) + len(t.completion_ids[c.indices]) for c in contexts_of(t))
     if longest > max_sequence:
@@ -444,7 +444,7 @@ def _fault(t: Trajectory, prompt: Prompt, max_sequence: int) -> str | None:  # n
     return None
 
 
-def _is_heard(placed: PlacedImage, t: Trajectory) -> bool:
+def _is_from_environment(placed: PlacedImage, t: Trajectory) -> bool:
     """Return whether all placeholders of an image are tokens of the environment in the completion."""
     prompt = len(t.prompt.token_ids)
     inside = prompt <= placed.start < placed.stop <= prompt + len(t.completion_ids)

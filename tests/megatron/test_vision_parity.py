@@ -69,7 +69,7 @@ def largest(gradients, tower: bool) -> float:
 
 
 def test_logprobs_and_gradients_equal_transformers(on_ranks, folder, reference, layout, kind, sharing, trained):
-    """Of prompts with no, one and two images, and of a completion that contains the placeholder token."""
+    """Compare prompts with no, one and two images, and a completion that contains the placeholder token."""
     batch, expected = reference(kind, vision_cases.make_batch)
     results = on_ranks(layout, vision_cases.measured, folder(kind), batch, sharing, trained)
     check_equal(results, batch, expected, trained)

@@ -81,9 +81,9 @@ class Reference:
     """Log-probs and gradients of transformers' model."""
 
     logprobs: list[np.ndarray]
-    """per sequence, float32 [completion tokens]"""
+    """Log-probs of each sequence, float32 [completion tokens]."""
     gradients: dict[str, np.ndarray]
-    """by the names in the folder"""
+    """Gradients by the tensors' names in the Hugging Face folder."""
 
     def norm(self, prefix: str | None = None) -> float:
         """Return the norm of all gradients, without those of tensors with a prefix."""

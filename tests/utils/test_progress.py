@@ -40,7 +40,7 @@ def followed(thing: object) -> bool:
 
 @pytest.fixture
 def collections():
-    """Phases of the collections of this test. What it freezes stays so: test files are frozen, too.
+    """Phases of the garbage collections of this test. Objects that it freezes are not unfrozen.
 
     Threads of earlier tests, such as those of rollout hosts, may collect by themselves.
     """
