@@ -38,6 +38,7 @@ from gdpo_nemo.megatron.runtime import Runtime
 from gdpo_nemo.utils.errors import RunError
 from gdpo_nemo.utils.import_path import load_functions
 from gdpo_nemo.weights.adapters import Adapters, Pairs, merged, named
+from gdpo_nemo.weights.pieces import Piece
 
 _FP8_BLOCK = 32
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -505,6 +506,12 @@ class Policy:
     def update(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors that training changes: the weights, without a frozen tower, or under LoRA the adapters."""
         return iter(self.weights(self.config.vision.train) if self.adapters is None else named(self.adapter()))
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield what this rank sends of the tensors of ``update``. Under LoRA, rank 0 sends all of them."""
+        for name, tensor in self.update():
+            if dist.get_rank() == 0:
+                yield Piece(name, tensor)
 
     def start_adapters(self, pairs: Pairs) -> None:
         """Initialise LoRA matrices and the optimizer's main weights from the unsharded ``pairs`` of all modules."""

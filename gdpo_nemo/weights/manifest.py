@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import functools
+import math
 import zlib
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby, zip_longest
 
 import numpy as np
 import torch
 
 from gdpo_nemo.utils.errors import InfrastructureFailed, RunError
 from gdpo_nemo.weights.adapters import Adapters
+from gdpo_nemo.weights.pieces import Piece, Region
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in the flat buffer of an update."""
+    """A tensor, or a part of a tensor, in the flat buffer of a policy rank."""
 
     name: str
     dtype: str
@@ -28,6 +29,19 @@ class Entry:
     nbytes: int
     crc32: int | None = None
     """Checksum of the bytes. None if checksums are sent together with the tensors (see ``Bucket``)."""
+    region: Region | None = None
+    """Position of a part in its tensor. None for a whole tensor."""
+    rank: int = 0
+    """Policy rank that sends the entry."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """Version to which an update is a difference. A receiver needs its buckets."""
+
+    version: int
+    sizes: tuple[int, ...]
+    """Bytes of each encoded bucket, in the order of ``divide``."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +50,27 @@ class Manifest:
 
     version: int
     entries: tuple[Entry, ...]
+    """Entries of all sending ranks, in the order in which each rank sends them."""
     adapters: Adapters | None = None
     """LoRA settings if the tensors are A and B under PEFT's names, which the receiver merges into its base model."""
+    keeper: str = ""
+    """Name of the transport for whose next difference receivers keep a copy of the buckets. Empty: they keep none."""
+    base: Base | None = None
+    """None if the buckets are sent in full."""
 
     @property
     def nbytes(self) -> int:
-        """Size of the flat buffer in bytes."""
+        """Size of the flat buffer of an update from one rank in bytes."""
         return max((e.offset + e.nbytes for e in self.entries), default=0)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Policy ranks that send entries, in ascending order."""
+        return tuple(sorted({entry.rank for entry in self.entries}))
+
+    def of_rank(self, rank: int) -> Manifest:
+        """Return the manifest of the entries that a policy rank sends."""
+        return Manifest(self.version, tuple(e for e in self.entries if e.rank == rank), self.adapters)
 
     def check_names(self, expected: Iterable[str], frozen: Iterable[str] = ()) -> None:
         """Check that the tensors have exactly the names that the receiver expects.
@@ -51,16 +79,20 @@ class Manifest:
             frozen: expected names that the update may leave out, all of them together.
 
         Raises:
-            RunError: if a name is missing, unexpected or duplicated.
+            RunError: if a name is missing, unexpected or duplicated, or if parts of a tensor are missing.
         """
-        counts = Counter(entry.name for entry in self.entries)
+        missing: dict[str, int] = {}
+        for entry in self.entries:
+            whole = math.prod(entry.region.whole if entry.region else entry.shape)
+            missing[entry.name] = missing.get(entry.name, whole or 1) - (math.prod(entry.shape) if whole else 1)
         expected_names = set(expected)
-        if counts.keys().isdisjoint(frozen):
+        if missing.keys().isdisjoint(frozen):
             expected_names -= set(frozen)
         for problem, wrong in (
-            ("twice", {name for name, count in counts.items() if count > 1}),
-            ("missing", expected_names - counts.keys()),
-            ("unexpected", counts.keys() - expected_names),
+            ("twice", {name for name, elements in missing.items() if elements < 0}),
+            ("missing", expected_names - missing.keys()),
+            ("incomplete", {name for name, elements in missing.items() if elements > 0}),
+            ("unexpected", missing.keys() - expected_names),
         ):
             if wrong:
                 examples = ", ".join(sorted(wrong)[:3])
@@ -77,15 +109,22 @@ def form(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
 
 
 def weight_metadata(
-    tensors: Iterable[tuple[str, torch.Tensor]], version: int, adapters: Adapters | None = None
+    pieces: Iterable[tuple[str, torch.Tensor] | Piece], version: int, adapters: Adapters | None = None, rank: int = 0
 ) -> Manifest:
-    """Return a manifest without checksums, which does not depend on the values of the tensors."""
+    """Return the manifest of what a policy rank sends, without checksums. It does not depend on the values."""
     entries = []
     offset = 0
-    for name, tensor in tensors:
-        entries.append(Entry(name, *form(tensor), offset, tensor.nbytes))
+    for piece in pieces:
+        name, tensor, region = Piece(*piece)
+        entries.append(Entry(name, *form(tensor), offset, tensor.nbytes, region=region, rank=rank))
         offset += tensor.nbytes + -tensor.nbytes % _ALIGNMENT
     return Manifest(version, tuple(entries), adapters)
+
+
+def joined(manifests: Sequence[Manifest]) -> Manifest:
+    """Return the manifest of an update that the ranks of ``manifests`` send together."""
+    entries = tuple(chain.from_iterable(manifest.entries for manifest in manifests))
+    return Manifest(manifests[0].version, entries, manifests[0].adapters)
 
 
 def pack(
@@ -129,7 +168,7 @@ def _enlarged(packed: np.ndarray, nbytes: int) -> np.ndarray:
 
 
 def unpack(manifest: Manifest, buffer: np.ndarray) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of an update. The tensors are read-only views of ``buffer``.
+    """Yield (name, tensor) of an update from one rank. The tensors are read-only views of ``buffer``.
 
     Raises:
         RunError: if the buffer is too small or the checksum of a tensor differs.
@@ -225,6 +264,8 @@ def _weights(device: torch.device) -> torch.Tensor:
 
 
 _SUM_BYTES = 8
+Pieces = Iterator[tuple[str, torch.Tensor] | Piece]
+"""Iterator over what a policy rank sends. A pair of a name and a tensor is a whole tensor."""
 
 
 class PeerLost(InfrastructureFailed):
@@ -239,54 +280,61 @@ class Bucket:
     entries: tuple[Entry, ...]
 
     @property
-    def _tensor_bytes(self) -> int:
+    def tensor_bytes(self) -> int:
+        """Size of the padded tensors in bytes. The checksums follow."""
         last = self.entries[-1]
         return -(-(last.offset + last.nbytes - self.entries[0].offset) // _SUM_BYTES) * _SUM_BYTES
 
     @property
     def nbytes(self) -> int:
         """Size of padded tensors and checksums in bytes."""
-        return self._tensor_bytes + _SUM_BYTES * len(self.entries)
+        return self.tensor_bytes + _SUM_BYTES * len(self.entries)
 
-    def fill(self, tensors: Iterator[tuple[str, torch.Tensor]], buffer: torch.Tensor) -> None:
+    @property
+    def rank(self) -> int:
+        """Policy rank that sends the bucket."""
+        return self.entries[0].rank
+
+    def fill(self, pieces: Pieces, buffer: torch.Tensor) -> None:
         """Copy the bucket's tensors and their checksums to a buffer. See ``copy_from``."""
-        self.copy_from(tensors, buffer)
-        self._sent_checksums(buffer).copy_(self._checksums(buffer))
+        self.copy_from(pieces, buffer)
+        self.sent_checksums(buffer).copy_(self._checksums(buffer))
 
-    def copy_from(self, tensors: Iterator[tuple[str, torch.Tensor]], buffer: torch.Tensor) -> None:
+    def copy_from(self, pieces: Pieces, buffer: torch.Tensor) -> None:
         """Copy the bucket's tensors to a buffer, without checksums.
 
         Args:
-            tensors: iterator over the tensors of the update. The bucket takes its tensors from this iterator.
+            pieces: iterator over what the rank sends. The bucket takes its tensors from this iterator.
             buffer: uint8 [nbytes], on any device.
 
         Raises:
-            RunError: if a tensor's name, data type or shape differs from the manifest.
+            RunError: if a tensor's name, data type, shape or position differs from the manifest.
         """
         sources = []
         missing = "no tensor", torch.empty(0)
         for entry in self.entries:
-            name, tensor = next(tensors, missing)
-            if (name, *form(tensor)) != (entry.name, entry.dtype, entry.shape):
+            name, tensor, region = Piece(*next(pieces, missing))
+            if (name, *form(tensor), region) != (entry.name, entry.dtype, entry.shape, entry.region):
                 raise RunError(
                     f"weight update {self.version}: the policy has {name} where its manifest has {entry.name}"
                 )
             sources.append(tensor.detach())
         torch._foreach_copy_([view for _, view in self.views(buffer)], sources)
 
-    def open(self, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Verify all checksums, then yield (name, tensor). The tensors are views of ``buffer``.
+    def open(self, buffer: torch.Tensor) -> Iterator[Piece]:
+        """Verify all checksums, then yield what the bucket contains. The tensors are views of ``buffer``.
 
         Raises:
             RunError: if the checksum of a tensor differs.
         """
-        same = (self._checksums(buffer) == self._sent_checksums(buffer)).tolist()
+        same = (self._checksums(buffer) == self.sent_checksums(buffer)).tolist()
         if not all(same):
             raise RunError(
                 f"weight update {self.version}: checksum of {self.entries[same.index(False)].name} differs after "
                 "transport"
             )
-        yield from self.views(buffer)
+        for entry, (name, view) in zip(self.entries, self.views(buffer)):
+            yield Piece(name, view, entry.region)
 
     def views(self, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """Return (name, tensor) of the bucket without verification. The tensors are views of ``buffer``."""
@@ -305,16 +353,25 @@ class Bucket:
             sums.append(row_checksums(rows.view(_INTEGERS[getattr(torch, dtype).itemsize])))
         return torch.cat(sums)
 
-    def _sent_checksums(self, buffer: torch.Tensor) -> torch.Tensor:
-        return buffer[self._tensor_bytes : self.nbytes].view(torch.int64)
+    def sent_checksums(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the checksums in ``buffer``, int64 [tensors], as a view."""
+        return buffer[self.tensor_bytes : self.nbytes].view(torch.int64)
 
 
 def divide(manifest: Manifest, bucket_bytes: int) -> list[Bucket]:
-    """Divide an update into buckets of at most ``bucket_bytes``. Each larger tensor gets a separate bucket."""
-    return [Bucket(manifest.version, tuple(entries)) for entries in group_entries(manifest.entries, bucket_bytes)]
+    """Divide an update into buckets of at most ``bucket_bytes``. Each larger tensor gets a separate bucket.
+
+    A bucket contains entries of one rank. The ranks take turns in the result, so that the parts of a tensor follow each
+    other closely.
+    """
+    by_rank: dict[int, list[Entry]] = {}
+    for entry in manifest.entries:
+        by_rank.setdefault(entry.rank, []).append(entry)
+    turns = zip_longest(*(group_entries(entries, bucket_bytes) for _, entries in sorted(by_rank.items())))
+    return [Bucket(manifest.version, tuple(entries)) for entries in chain.from_iterable(turns) if entries]
 
 
-def group_entries(entries: tuple[Entry, ...], bucket_bytes: int) -> list[list[Entry]]:
+def group_entries(entries: Sequence[Entry], bucket_bytes: int) -> list[list[Entry]]:
     """Divide consecutive tensors into groups of at most ``bucket_bytes``. Each larger tensor gets a separate group."""
     groups: list[list[Entry]] = []
     size = bucket_bytes
@@ -327,11 +384,9 @@ def group_entries(entries: tuple[Entry, ...], bucket_bytes: int) -> list[list[En
     return groups
 
 
-def filled(
-    manifest: Manifest, tensors: Iterator[tuple[str, torch.Tensor]], bucket_bytes: int, device: torch.device
-) -> Iterator[torch.Tensor]:
-    """Yield a new buffer on ``device`` for every bucket of an update. Each buffer is filled when it is requested."""
+def filled(manifest: Manifest, pieces: Pieces, bucket_bytes: int, device: torch.device) -> Iterator[torch.Tensor]:
+    """Yield a new buffer on ``device`` for every bucket of a rank. Each buffer is filled when it is requested."""
     for bucket in divide(manifest, bucket_bytes):
         buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
-        bucket.fill(tensors, buffer)
+        bucket.fill(pieces, buffer)
         yield buffer

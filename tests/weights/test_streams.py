@@ -37,7 +37,7 @@ def model(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
 
 def same(received, sent) -> bool:
     pairs = list(zip(received, sent, strict=True))
-    return all(a == b and torch.equal(x, y) and x.dtype == y.dtype for (a, x), (b, y) in pairs)
+    return all(a[0] == b[0] and torch.equal(a[1], b[1]) and a[1].dtype == b[1].dtype for a, b in pairs)
 
 
 # -- checksums --------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from gdpo_nemo.utils.import_path import ImportPath
 from gdpo_nemo.utils.user_modules import is_built_in
 from gdpo_nemo.weights.adapters import Adapters
 from gdpo_nemo.weights.manifest import Manifest, weight_metadata
+from gdpo_nemo.weights.pieces import Piece
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
 """Iterator over (Hugging Face name, unsharded tensor) of every weight, in the order of the manifest."""
@@ -39,6 +40,13 @@ class PolicyOnRank(Protocol):
 
     def update(self) -> Tensors:
         """Yield the tensors that training changes. This call is collective: every rank must exhaust the iterator."""
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield what this rank sends of the tensors that training changes.
+
+        The pieces of all ranks make up every tensor once. Under LoRA, rank 0 sends all tensors. This call is
+        collective: every rank must exhaust the iterator.
+        """
 
 
 class PolicyRanks(Protocol):
@@ -122,6 +130,16 @@ class Sender:
             for _ in tensors:
                 pass
 
+    @contextlib.contextmanager
+    def pieces(self) -> Iterator[Iterator[Piece]]:
+        """Provide an iterator over what this rank sends of an update. See ``gathered``."""
+        pieces = self.policy.pieces()
+        try:
+            yield pieces
+        finally:
+            for _ in pieces:
+                pass
+
     def weight_metadata(self) -> Manifest | None:
         """Return a manifest of the weights without checksums on rank 0, and None on other ranks.
 
@@ -181,6 +199,8 @@ class TransportOptions:
 
     If False, the transport may gather this version from the policy again.
     """
+    mode: str = "full"
+    """``weights.mode``, where ``auto`` is replaced by ``full`` if a difference cannot pay (``config.transports``)."""
 
 
 class Transport(ABC):
@@ -209,6 +229,8 @@ class Transport(ABC):
 
     manifest: Any
     """Manifest of the prepared version, or a reference to it in Ray's object store."""
+    statistics: Mapping[str, float] = {}
+    """Metrics ``weights/...`` of the prepared version, which are complete after the first ``send``."""
 
     def __init__(self, policy: PolicyRanks, options: TransportOptions = TransportOptions()):
         self.policy = policy

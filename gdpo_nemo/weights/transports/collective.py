@@ -21,6 +21,7 @@ import torch
 from gdpo_nemo.weights.broadcast_group import BroadcastGroup, BroadcastServer, Meeting, joined_group, leave
 from gdpo_nemo.weights.host_memory import HostCopies
 from gdpo_nemo.weights.manifest import Bucket, Manifest, PeerLost, divide, filled
+from gdpo_nemo.weights.pieces import Piece, assembled
 from gdpo_nemo.weights.transports.base import Receiver, Sender, StreamingTransport, Tensors
 
 
@@ -210,6 +211,9 @@ class CollectiveReceiver(Receiver):
             PeerLost: if the sender or another receiver was lost.
             RunError: if the checksum of a tensor differs.
         """
+        return assembled(self._pieces(manifest, device, worker))
+
+    def _pieces(self, manifest: Manifest, device: torch.device, worker: int) -> Iterator[Piece]:
         # gloo ends the process if the buffer sizes of sender and receiver differ. Sender and receiver compute the sizes
         # from the manifest.
         joining = joined_group(self.meeting, self._member(worker), self.rank + worker, self.must_join, self.timeout_s)

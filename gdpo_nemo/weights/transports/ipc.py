@@ -145,7 +145,8 @@ class IpcReceiver(Receiver):
             RunError: if the checksum of a tensor differs.
         """
         for bucket, buffer in self._copies(manifest, *self.addresses[worker], device):
-            yield from bucket.open(buffer)
+            for piece in bucket.open(buffer):
+                yield piece.name, piece.values
 
     def _copies(
         self, manifest: Manifest, address: str, key: bytes, device: torch.device

@@ -1,0 +1,147 @@
+"""Base of transports with which every policy rank sends the pieces that it holds, in full or as a difference.
+
+With ``TransportOptions.mode`` ``full``, ``prepare`` needs only metadata, and ranks may send while they read their
+weights. Otherwise each rank copies its buckets in ``prepare`` and encodes the difference from its previous copy. Engines
+that hold the previous version then get the difference. All engines of a delivery get all weights if one of them needs
+them: at the first update, for a replaced engine, and after a failed delivery.
+"""
+
+from __future__ import annotations
+
+import secrets
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from gdpo_nemo.weights.copies import Changes, RankCopy
+from gdpo_nemo.weights.manifest import Base, Bucket, Manifest, divide, joined, weight_metadata
+from gdpo_nemo.weights.transports.base import PolicyOnRank, PolicyRanks, Sender, Transport, TransportOptions
+
+_LEAST_BUCKET = 4 << 20
+"""Minimum bytes of a bucket if many ranks send. Smaller messages would take mostly latency."""
+_WORTHWHILE = 0.5
+"""Share of the bytes of all weights above which a difference is not sent in mode ``auto``."""
+_ATTEMPTS = 3
+"""Number of differences in a row that were not worthwhile, after which ``auto`` sends all weights for the whole run."""
+
+
+class ShardTransport(Transport):
+    """Transport with which every policy rank sends the pieces that it holds."""
+
+    sender: ClassVar[type[ShardSender]]
+    copies_full: ClassVar[bool] = False
+    """True if ranks copy their buckets in ``prepare`` even with mode ``full``."""
+
+    def __init__(self, policy: PolicyRanks, options: TransportOptions = TransportOptions()):
+        super().__init__(policy, options)
+        self._name = secrets.token_hex(8)
+        self._metadata: Manifest | None = None
+        self._holders: dict[int, Any] = {}
+        """Actors that were sent the previous version, by engine number. A replacement is another actor."""
+        self._copied: int | None = None
+        """Version of the ranks' copies."""
+        self._base: Base | None = None
+        """Base of the prepared difference, if it is worthwhile."""
+        self._sent = False
+        self._futile = 0
+        """Number of differences in a row that were not worthwhile."""
+
+    @property
+    def differs(self) -> bool:
+        """True if this transport still sends differences."""
+        return self.options.mode == "difference" or (self.options.mode == "auto" and self._futile < _ATTEMPTS)
+
+    def prepare(self, version: int) -> None:
+        """Set the version to send. In most modes, copy the weights on the ranks."""
+        if self._metadata is None:
+            self._metadata = self._describe()
+        keeper = self._name if self.differs else ""
+        self.manifest = replace(self._metadata, version=version, keeper=keeper)
+        self._base = None
+        self._sent = False
+        self.statistics = {}
+        if self.differs or self.copies_full:
+            self._copy(version)
+
+    def _describe(self) -> Manifest:
+        refs = self.policy.start_sender(self.sender, "describe", self.options)
+        manifests = self.policy.wait(refs, "exporting weights")
+        sending = sum(bool(manifest.entries) for manifest in manifests)
+        bucket_bytes = self.options.bucket_bytes
+        self.bucket_bytes = max(bucket_bytes // max(1, sending), min(bucket_bytes, _LEAST_BUCKET))
+        self.policy.wait(self.policy.start_sender(self.sender, "use_buckets", self.bucket_bytes), "exporting weights")
+        return joined(manifests)
+
+    def _copy(self, version: int) -> None:
+        compare = self.differs and self._copied is not None
+        refs = self.policy.start_sender(self.sender, "take", compare)
+        changes = [found for found in self.policy.wait(refs, "exporting weights") if found is not None]
+        before, self._copied = self._copied, version
+        if not compare:
+            return
+        assert before is not None
+        self._count(changes, before)
+
+    def _count(self, changes: Sequence[Changes], before: int) -> None:
+        """Decide whether to send the difference from the version ``before``."""
+        raise NotImplementedError
+
+    def send(self, engines: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
+        """Start a delivery: of the difference if all engines hold the previous version, otherwise of all weights."""
+        held = all(self._holders.get(number) is engine for number, engine in engines.items())
+        first, self._sent = not self._sent, True
+        base = self._base if held and first else None
+        if first:
+            self._holders = {}
+        self._holders |= engines
+        return self.deliver(engines, replace(self.manifest, base=base), first)
+
+    @abstractmethod
+    def deliver(self, engines: Mapping[int, Any], manifest: Manifest, first: bool) -> tuple[list[Any], list[Any]]:
+        """Start sending to the given engines. For the result, see ``Transport.send``.
+
+        Args:
+            manifest: what to send. ``Manifest.base`` is set for the difference.
+            first: True for the first delivery of a version. Ranks that have no copy must send their current weights.
+        """
+
+
+class ShardSender(Sender):
+    """Part of a transport on a policy rank, which sends the pieces that the rank holds."""
+
+    _own: Manifest
+    _buckets: list[Bucket]
+
+    def __init__(self, policy: PolicyOnRank, rank: int, host: str):
+        super().__init__(policy, rank, host)
+        self.copy: RankCopy | None = None
+
+    def describe(self, options: TransportOptions) -> Manifest:
+        """Return the manifest of what this rank sends, which is valid for all updates."""
+        with self.pieces() as pieces:
+            self._own = weight_metadata(pieces, -1, self.policy.adapters, self.rank)
+        return self._own
+
+    def use_buckets(self, bucket_bytes: int) -> None:
+        """Divide what this rank sends into buckets of at most ``bucket_bytes``."""
+        self._buckets = divide(self._own, bucket_bytes)
+
+    def take(self, compare: bool) -> Changes | None:
+        """Copy the current weights. See ``RankCopy.take``."""
+        if self.copy is None:
+            self.copy = RankCopy(self.device())
+        with self.pieces() as pieces:
+            return self.copy.take(self._buckets, pieces, compare)
+
+    def device(self) -> torch.device:
+        """Return the device from which this rank sends."""
+        device: torch.device = self.policy.runtime.device
+        return device
+
+    def messages(self, difference: bool) -> Iterator[torch.Tensor]:
+        """Yield the copied buckets, in full or as a difference."""
+        assert self.copy is not None
+        return self.copy.difference() if difference else self.copy.full()
