@@ -1,10 +1,10 @@
-"""A torch.distributed process group in which rank 0 broadcasts to the processes of the engines.
+"""A torch.distributed process group in which rank 0, a policy rank, broadcasts to the processes of the engines.
 
 This group is separate from torch's default group, because the policy and every engine already have separate default
-groups. A persistent group is reused for later updates. The sender stores the group in its ``BroadcastServer``, and a
-receiving process stores it in this module, under its member name. When an update fails, each member that detects the
-failure aborts the group without waiting for other members. The abort closes the member's connections, so that the other
-members also detect the failure.
+groups. An engine process is a member of the groups of all policy ranks that send. A persistent group is reused for
+later updates. The sender stores the group in its ``BroadcastServer``, and a receiving process stores it in this module,
+under its member name. When an update fails, each member that detects the failure aborts the group without waiting for
+other members. The abort closes the member's connections, so that the other members also detect the failure.
 
 Aborting an NCCL communicator with a dead member follows torch's documentation, but has never run on a GPU. Members of
 an NCCL group detect a dead member when a broadcast times out. Members of a gloo group detect a dead member at once.
@@ -29,6 +29,13 @@ from gdpo_nemo.weights.manifest import PeerLost
 
 JOIN_S = 120.0
 """Time limit for the engines to join, and for the transfer of a bucket. Engines already wait when the sender starts."""
+_NCCL_BLOCKS = 4
+"""Maximum number of thread blocks of a communicator. NCCL allocates buffers per block and peer.
+
+An engine process has a communicator for each sending rank (up to eight). With NCCL's default of up to 64 blocks, their
+buffers could take GiB of GPU memory, and kernels that wait for different senders could occupy every multiprocessor. The
+assumption is that four blocks saturate a link of 400 Gbit/s. It has not been measured.
+"""
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
@@ -293,6 +300,7 @@ def _gloo(store: dist.Store, rank: int, world: int, address: str, limit: datetim
 def _nccl(store: dist.Store, rank: int, world: int, address: str, limit: datetime.timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
+    options.config.max_ctas = _NCCL_BLOCKS
     # torch reads this variable when it creates a group. With this variable, a timeout raises an exception instead of
     # ending the process.
     before = os.environ.get(_BLOCKING_WAIT)

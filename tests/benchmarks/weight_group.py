@@ -12,21 +12,22 @@ import statistics
 import time
 
 import torch
-from broadcast_members import Actor, Policy
+from broadcast_members import Actor, Policy, RankPolicy
 
+from gdpo_nemo.weights.pieces import Piece
 from gdpo_nemo.weights.transports.base import TransportOptions
 from gdpo_nemo.weights.transports.collective import GlooTransport
 
 
-class Model(Policy):
+class Model(RankPolicy):
     """Eight tensors of the model's size together, in float32."""
 
     parameters = 0
 
-    def update(self):
+    def pieces(self):
         """What is sent."""
         for number in range(8):
-            yield f"w{number}", torch.full((self.parameters // 8,), float(number))
+            yield Piece(f"w{number}", torch.full((self.parameters // 8,), float(number)))
 
 
 def main() -> None:
@@ -36,8 +37,9 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=1_000_000)
     parser.add_argument("--updates", type=int, default=20)
     options = parser.parse_args()
-    policy = Model(1)
-    policy.parameters = options.parameters
+    policy = Policy(1)
+    policy.ranks = [Model(0, 1)]
+    policy.ranks[0].parameters = options.parameters
     transport = GlooTransport(policy, TransportOptions(bucket_bytes=256 << 20))
     engines = {number: Actor() for number in range(options.engines)}
     try:

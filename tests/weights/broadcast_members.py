@@ -1,4 +1,4 @@
-"""A broadcast without Ray and vLLM: engines are processes that receive and answer, the policy is one rank in a thread.
+"""A broadcast without Ray and vLLM: engines are processes that receive and answer, the policy's ranks are threads.
 
 Transport, sender and receivers are the real ones.
 """
@@ -9,6 +9,7 @@ import gc
 import multiprocessing
 import os
 import threading
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ import torch
 
 from gdpo_nemo.utils.errors import RunError
 from gdpo_nemo.weights import broadcast_group
+from gdpo_nemo.weights.pieces import Piece, Region
 
 CPU = torch.device("cpu")
 _processes = multiprocessing.get_context("forkserver")
@@ -89,33 +91,81 @@ class Actor:
             self.connection.close()
 
 
+class RankPolicy:
+    """One rank: two tensors of its own, and its rows of two that the ranks share."""
+
+    adapters = None
+    runtime = SimpleNamespace(device=CPU)
+
+    def __init__(self, rank: int, ranks: int):
+        self.rank = rank
+        self.ranks = ranks
+        self.value = 0.0
+        self.fails_at: int | None = None
+        """Number of the piece whose reading fails, once."""
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """All tensors of the current version. Less than a tenth of the words differ from the version before."""
+        tensors = {}
+        for number in range(2 * self.ranks + 2):
+            tensor = torch.full((8 * self.ranks, 100), float(number))
+            tensor[number % 8] = self.value
+            tensors[f"w{number}"] = tensor
+        return tensors
+
+    def pieces(self):
+        """What this rank sends: the shared tensors' rows come first."""
+        tensors = self.whole()
+        for number, (name, tensor) in enumerate(reversed(tensors.items())):
+            if number == self.fails_at:
+                self.fails_at = None
+                raise RuntimeError("this rank fails")
+            if number < 2:
+                rows = slice(8 * self.rank, 8 * self.rank + 8)
+                yield Piece(name, tensor[rows], Region((8 * self.rank, 0), tuple(tensor.shape)))
+            elif number % self.ranks == self.rank:
+                yield Piece(name, tensor)
+
+
 class Policy:
-    """One rank, in threads of this process."""
+    """Ranks in threads of this process, each with an address space of its own as far as a sender can see."""
 
     timeout_s = 300.0
 
-    def __init__(self, processes: int):
+    def __init__(self, processes: int, ranks: int = 1):
         self.engine_processes = processes
-        self.value = 0.0
-        self.adapters = None
-        self.runtime = SimpleNamespace(device=CPU)
-        self._pool = ThreadPoolExecutor(1)
+        self.ranks = [RankPolicy(rank, ranks) for rank in range(ranks)]
+        self._pools = [ThreadPoolExecutor(1) for _ in self.ranks]
         self._senders = {}
 
-    def update(self):
-        for number in range(8):
-            yield f"w{number}", torch.full((1000,), self.value + number)
+    def train(self, value: float) -> None:
+        """Change the weights of all ranks."""
+        for rank in self.ranks:
+            rank.value = value
+
+    def whole(self) -> dict[str, float]:
+        """The sum of each tensor."""
+        return {name: float(tensor.sum()) for name, tensor in self.ranks[0].whole().items()}
+
+    def sender(self, sender, rank: int):
+        """The sender of a rank, made when it is first needed."""
+        if (sender, rank) not in self._senders:
+            self._senders[sender, rank] = sender(self.ranks[rank], rank, "127.0.0.1")
+        return self._senders[sender, rank]
 
     def start_sender(self, sender, method, *arguments, ranks=None):
-        def call():
-            made = self._senders.get(sender) or self._senders.setdefault(sender, sender(self, 0, "127.0.0.1"))
-            return getattr(made, method)(*arguments)
+        def call(rank):
+            return getattr(self.sender(sender, rank), method)(*arguments)
 
-        return [self._pool.submit(call)]
+        ranks = range(len(self.ranks)) if ranks is None else ranks
+        return [self._pools[rank].submit(call, rank) for rank in ranks]
 
     def wait(self, refs, what):
-        return [ref.result(120) for ref in refs]
+        """Wait for all, then raise the first exception."""
+        futures.wait(refs, 120)
+        return [ref.result(0) for ref in refs]
 
     def settle(self) -> None:
-        """Wait until the rank has done what it was told."""
-        self._pool.submit(int).result(120)
+        """Wait until the ranks have done what they were told."""
+        for pool in self._pools:
+            pool.submit(int).result(120)

@@ -6,6 +6,7 @@ import datetime
 import os
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from test_streams import CPU, Received, model, same
 
 from gdpo_nemo.weights import broadcast_group
 from gdpo_nemo.weights.broadcast_group import JOIN_S, BroadcastServer
-from gdpo_nemo.weights.manifest import PeerLost, divide, filled, weight_metadata
+from gdpo_nemo.weights.manifest import PeerLost, divide, filled, joined, weight_metadata
 from gdpo_nemo.weights.transports.collective import CollectiveReceiver
 
 BUCKET = 700
@@ -27,6 +28,8 @@ class RecordedNccl:
 
     Options = dist.ProcessGroupNCCL.Options
     made: list[RecordedNccl] = []
+    orders: dict[int, list[tuple[int, str, int]]] = {}
+    """(port of the sender, operation, bytes) of everything that a member asked for, by thread."""
     fails_at: int | None = None
     """Number of the receivers' broadcast at which a member is lost."""
 
@@ -36,6 +39,8 @@ class RecordedNccl:
         self.size = size
         self.limit = options._timeout
         self.blocking = os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
+        self.blocks = options.config.max_ctas
+        self.port = getattr(store, "port", None)
         self.asked: list[tuple[str, int, torch.dtype]] = []
         self.aborts = 0
         self._gloo = broadcast_group._gloo(store, rank, size, "127.0.0.1", datetime.timedelta(seconds=60))
@@ -47,12 +52,16 @@ class RecordedNccl:
         assert opts.rootRank == 0 and opts.asyncOp
         if self.rank and len(self.asked) == self.fails_at:
             raise dist.DistBackendError("NCCL error in: NCCLUtils.cpp:94, remote process exited or there was an error")
-        self.asked.append(("broadcast", tensor.nbytes, tensor.dtype))
+        self._ask("broadcast", tensor)
         return self._gloo.broadcast(tensors, opts)
 
     def allreduce(self, tensors: list[torch.Tensor]):
-        self.asked.append(("allreduce", tensors[0].nbytes, tensors[0].dtype))
+        self._ask("allreduce", tensors[0])
         return self._gloo.allreduce(tensors)
+
+    def _ask(self, operation: str, tensor: torch.Tensor) -> None:
+        self.asked.append((operation, tensor.nbytes, tensor.dtype))
+        self.orders.setdefault(threading.get_ident(), []).append((self.port, operation, tensor.nbytes))
 
     def abort(self) -> None:
         self.aborts += 1
@@ -64,6 +73,7 @@ class RecordedNccl:
 def groups(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", RecordedNccl)
     monkeypatch.setattr(RecordedNccl, "made", [])
+    monkeypatch.setattr(RecordedNccl, "orders", {})
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
     return RecordedNccl.made
 
@@ -71,7 +81,7 @@ def groups(monkeypatch):
 def update(server: BroadcastServer, must_join: bool, version: int) -> None:
     """From this thread to the two processes of one engine, which are threads here."""
     manifest = weight_metadata(model(), version)
-    receiver = CollectiveReceiver(server.meeting, 0, 1, must_join, BUCKET, 30)
+    receiver = CollectiveReceiver({0: (server.meeting, must_join)}, 0, 1, BUCKET, 30)
     found = [Received(receiver, manifest, worker) for worker in range(2)]
     server.send(filled(manifest, iter(model()), BUCKET, CPU))
     assert all(same(each.get(), model()) for each in found)
@@ -88,8 +98,34 @@ def test_both_ends_ask_nccl_for_the_same_in_the_same_order_update_after_update(g
         assert group.asked == 2 * of_one and group.size == 3 and group.aborts == 0
     server.end()
     for member in (0, 1):
-        broadcast_group.leave(f"process {member} of engine 0")
+        broadcast_group.leave(f"process {member} of engine 0 with rank 0")
     assert [group.aborts for group in groups] == [1, 1, 1]
+
+
+def test_members_of_two_groups_ask_in_one_order_across_the_groups(groups, monkeypatch):
+    """The order of the buckets, whichever sender is ready first. The second sender has one bucket more."""
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")  # the members' threads would race to set and remove it
+    tensors = [model(), [*model(1), ("last", torch.ones(BUCKET))]]
+    manifest = joined([weight_metadata(mine, 1, rank=rank) for rank, mine in enumerate(tensors)])
+    servers = [BroadcastServer("127.0.0.1", 2, "nccl") for _ in tensors]
+    receiver = CollectiveReceiver(
+        {rank: (server.meeting, True) for rank, server in enumerate(servers)}, 0, 1, BUCKET, 30
+    )
+    found = [Received(receiver, manifest, worker, lambda pairs: len(list(pairs))) for worker in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        sent = []
+        for rank in (1, 0):
+            mine = filled(manifest.of_rank(rank), iter(tensors[rank]), BUCKET, CPU)
+            sent.append(pool.submit(servers[rank].send, mine))
+        assert [each.result(60) for each in sent] == [None, None]
+    assert [each.get() for each in found] == 2 * [len(manifest.entries)]
+    ports = [server.meeting.port for server in servers]
+    expected = [(ports[bucket.rank], "broadcast", bucket.nbytes) for bucket in divide(manifest, BUCKET)]
+    ends = [(port, "allreduce", 8) for port in reversed(ports)]
+    of_senders = [[ask for ask in expected + ends if ask[0] == port] for port in ports]
+    assert sorted(RecordedNccl.orders.values()) == sorted([*of_senders, *2 * [expected + ends]])
+    assert [port for port, *_ in expected][-3:] == [ports[0], ports[1], ports[1]]
+    assert {group.blocks for group in groups} == {4} and len(groups) == 6
 
 
 @pytest.mark.parametrize("before", [None, "0"])
@@ -112,7 +148,7 @@ def test_an_error_of_nccls_is_a_lost_member_on_every_end_and_all_leave(groups, m
     monkeypatch.setattr(RecordedNccl, "fails_at", 2)
     server = BroadcastServer("127.0.0.1", 2, "nccl", persistent=True)
     manifest = weight_metadata(model(), 1)
-    receiver = CollectiveReceiver(server.meeting, 0, 1, True, BUCKET, 30)
+    receiver = CollectiveReceiver({0: (server.meeting, True)}, 0, 1, BUCKET, 30)
     found = [Received(receiver, manifest, worker) for worker in range(2)]
     with pytest.raises(PeerLost):
         server.send(filled(manifest, iter(model()), BUCKET, CPU))

@@ -23,11 +23,11 @@ BUCKET = 4096
 class Run:
     """A transport between one policy rank and engines."""
 
-    def __init__(self, stack: contextlib.ExitStack, workers: int = 1, keep: bool = False):
+    def __init__(self, stack: contextlib.ExitStack, workers: int = 1, ranks: int = 2, **options):
         self.stack = stack
         self.workers = workers
-        self.policy = Policy(workers)
-        self.transport = GlooTransport(self.policy, TransportOptions(bucket_bytes=BUCKET, keep=keep))
+        self.policy = Policy(workers, ranks)
+        self.transport = GlooTransport(self.policy, TransportOptions(bucket_bytes=BUCKET, **options))
         self.version = 0
 
     def engine(self) -> Actor:
@@ -40,21 +40,25 @@ class Run:
 
     def prepare(self) -> None:
         self.version += 1
-        self.policy.value = float(self.version)
+        self.policy.train(float(self.version))
         self.transport.prepare(self.version)
 
     def deliver(self, engines: dict[int, Actor]) -> None:
         """Send what was prepared; every process of every engine must get the whole of it."""
         (updates, sent) = self.start(engines)
         self.policy.wait(sent, "sending")
-        whole = {name: float(tensor.sum()) for name, tensor in self.policy.update()}
+        whole = self.policy.whole()
         assert [ref.answer() for ref in updates] == [[whole] * self.workers] * len(engines)
 
-    def publish(self, engines: dict[int, Actor]) -> str:
-        """A version to all; returns the name of the group that it went through."""
+    def publish(self, engines: dict[int, Actor]) -> tuple[str, ...]:
+        """A version to all; returns the names of the groups that it went through, by rank."""
         self.prepare()
         self.deliver(engines)
-        return self.transport._persistent_receivers[0].meeting.name
+        return names_of(self.transport._persistent_receivers[0])
+
+
+def names_of(receiver) -> tuple[str, ...]:
+    return tuple(meeting.name for meeting, _ in receiver.groups.values())
 
 
 @pytest.fixture
@@ -69,8 +73,14 @@ def test_updates_go_through_one_group_while_the_engines_are_the_same():
         engines = {0: run.engine(), 1: run.engine()}
         assert len({run.publish(engines) for _ in range(4)}) == 1
         for number, actor in engines.items():
-            assert [receiver.must_join for receiver in actor.told] == [True, False, False, False]
-            assert actor.counts()[2] == [f"process {worker} of engine {number}" for worker in range(2)]
+            assert [{must for _, must in receiver.groups.values()} for receiver in actor.told] == [
+                {True},
+                *3 * [{False}],
+            ]
+            names = [
+                f"process {worker} of engine {number} with rank {rank}" for worker in range(2) for rank in range(2)
+            ]
+            assert actor.counts()[2] == names
 
 
 def test_an_engine_that_is_replaced_lost_or_added_makes_another_group(run):
@@ -81,7 +91,7 @@ def test_an_engine_that_is_replaced_lost_or_added_makes_another_group(run):
     lost = run.publish({0: engines[0]})
     added = run.publish({0: engines[0], 2: run.engine()})
     assert len({first, replaced, lost, added}) == 4
-    assert engines[0].counts()[2] == ["process 0 of engine 0"]
+    assert engines[0].counts()[2] == [f"process 0 of engine 0 with rank {rank}" for rank in range(2)]
 
 
 def test_single_delivery_has_a_separate_group_and_keeps_the_standing_one(run):
@@ -89,7 +99,7 @@ def test_single_delivery_has_a_separate_group_and_keeps_the_standing_one(run):
     first = run.publish(engines)
     (descriptors, threads, standing) = engines[1].counts()
     run.deliver({1: engines[1]})
-    assert engines[1].told[-1].meeting.name != first
+    assert set(names_of(engines[1].told[-1])).isdisjoint(first)
     assert engines[1].counts() == (descriptors, threads, standing)
     assert run.publish(engines) == first
 
@@ -102,11 +112,11 @@ def test_replacement_gets_the_stored_weights_and_joins_the_next_update():
         first = run.publish(engines)
         engines[0].end()
         engines[0] = run.engine()
-        value = run.policy.value
-        run.policy.value = 100.0
+        whole = run.policy.whole()
+        run.policy.train(100.0)
         (updates, sent) = run.start({0: engines[0]})
         run.policy.wait(sent, "sending")
-        assert updates[0].answer()[0]["w0"] == 1000 * value
+        assert updates[0].answer() == [whole] != [run.policy.whole()]
         second = run.publish(engines)
         assert first != second == run.publish(engines)
 

@@ -189,7 +189,7 @@ def test_a_model_that_is_not_the_manifests_is_refused_before_it_is_sent():
 def by_collective(manifest, tensors, bucket_bytes: int, take=list, receivers: int = 2):
     """Sent from this thread to two processes of one engine, which are threads here."""
     server = BroadcastServer("127.0.0.1", receivers, "gloo")
-    receiver = CollectiveReceiver(server.meeting, 0, 1, True, bucket_bytes, 30)
+    receiver = CollectiveReceiver({0: (server.meeting, True)}, 0, 1, bucket_bytes, 30)
     found = [Received(receiver, manifest, worker, take) for worker in range(receivers)]
     server.send(filled(manifest, tensors, bucket_bytes, CPU))
     return [each.get() for each in found]
@@ -284,7 +284,7 @@ def test_a_receiver_that_gives_up_ends_the_senders_wait(name):
             server.send(manifest, iter(model()), 1, CPU)
         else:
             server = BroadcastServer("127.0.0.1", 1, "gloo")
-            Received(CollectiveReceiver(server.meeting, 0, 1, True, 1, 600), manifest, 0, take=next)
+            Received(CollectiveReceiver({0: (server.meeting, True)}, 0, 1, 1, 600), manifest, 0, take=next)
             server.send(filled(manifest, iter(model()), 1, CPU))
     assert time.monotonic() - start < 300
 

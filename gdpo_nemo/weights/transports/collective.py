@@ -1,84 +1,87 @@
-"""Transports that broadcast the weights from the policy's first rank to all processes of all engines.
+"""Transports in which each of the policy's ranks broadcasts its pieces to all processes of all engines.
 
-NCCL transfers from GPU to GPU. gloo works without GPUs and transfers over TCP from host to host. The sender is rank 0
-of a process group and hosts the group's store. The engine processes have ranks 1 and above.
+NCCL transfers from GPU to GPU. gloo works without GPUs and transfers over TCP from host to host. Every sending rank is
+rank 0 of a separate process group and hosts the group's store. The engine processes have ranks 1 and above in each of
+these groups.
 
-The group is persistent: the next update reuses it if the engines are the same actors and no update failed. Otherwise a
-new group is created. An engine that was replaced or did not receive an update gets the weights through a temporary
-group. Weights are sent in buckets. Sender and receivers process one bucket while another bucket is in transfer, so that
-each process stores at most two buckets.
+The groups are persistent: the next update reuses them if the engines are the same actors and no update failed.
+Otherwise new groups are created. An engine that was replaced or did not receive an update gets the weights through
+temporary groups. Weights are sent in buckets. A sender fills one bucket while another bucket is in transfer. A receiver
+processes one bucket while one bucket of each sender is in transfer. With more senders, buckets are smaller.
+
+All engine processes receive the buckets in the order of ``divide``, across all groups. A sender takes part only in its
+own group and sends in the same order. Therefore members of different groups cannot wait for each other in a circle, and
+NCCL's kernels of different communicators start in the same order on all GPUs of the engines. A rank may therefore not
+wait for other ranks between its pieces, unless it is the only rank that sends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
-from gdpo_nemo.weights.broadcast_group import BroadcastGroup, BroadcastServer, Meeting, joined_group, leave
+from gdpo_nemo.weights.broadcast_group import BroadcastGroup, BroadcastServer, Meeting, Operation, joined_group, leave
+from gdpo_nemo.weights.copies import engine_copy
 from gdpo_nemo.weights.host_memory import HostCopies
-from gdpo_nemo.weights.manifest import Bucket, Manifest, PeerLost, divide, filled
+from gdpo_nemo.weights.manifest import Manifest, PeerLost, divide, filled
 from gdpo_nemo.weights.pieces import Piece, assembled
-from gdpo_nemo.weights.transports.base import Receiver, Sender, StreamingTransport, Tensors
+from gdpo_nemo.weights.transports.base import Receiver, Tensors
+from gdpo_nemo.weights.transports.shards import ShardSender, ShardTransport
 
 
-class CollectiveTransport(StreamingTransport):
-    """Broadcast from rank 0 to every engine process while the policy's ranks gather the weights.
+class CollectiveTransport(ShardTransport):
+    """Broadcast from every policy rank that sends pieces to every engine process.
 
-    With ``TransportOptions.keep``, rank 0 keeps the sent weights in host memory for engines that restart later.
+    Ranks without a copy of the version send while they read their weights. With ``TransportOptions.keep``, they copy
+    the sent weights to host memory for engines that restart later.
     """
 
-    backend: ClassVar[str]
-    _sent = False
-    """True if the prepared version has been sent."""
+    sender: ClassVar[type[CollectiveSender]]
     _engines: tuple[tuple[int, Any], ...] = ()
-    """(number, actor) of the persistent group's engines. The actor distinguishes an engine from its replacement."""
+    """(number, actor) of the persistent groups' engines. The actor distinguishes an engine from its replacement."""
     _members = ""
-    """Identifier on rank 0 of the persistent group's engines."""
+    """Identifier on the ranks of the persistent groups' engines."""
     _persistent_receivers: tuple[CollectiveReceiver, ...] = ()
-    """Receivers of the persistent group's engines, from the group's most recent delivery."""
+    """Receivers of the persistent groups' engines, from the most recent delivery through these groups."""
 
-    def prepare(self, version: int) -> None:
-        """Set the version to send."""
-        super().prepare(version)
-        self._sent = False
-
-    def send(self, engines: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
+    def deliver(self, engines: Mapping[int, Any], manifest: Manifest, first: bool) -> tuple[list[Any], list[Any]]:
         """Start a delivery.
 
-        The first delivery of a version uses the persistent group, or a new persistent group if the engines have
-        changed. Every later delivery of this version uses a temporary group. With ``TransportOptions.keep``, later
-        deliveries send the weights that rank 0 has kept.
+        The first delivery of a version uses the persistent groups, or new persistent groups if the engines have
+        changed. Every later delivery of this version uses temporary groups.
         """
-        persistent = not self._sent
-        receivers = self._receivers(engines, persistent)
+        receivers = self._receivers(engines, manifest.ranks, persistent=first)
         updates = []
         for engine, receiver in zip(engines.values(), receivers):
-            updates.append(engine.update_weights.remote(self.manifest, receiver))
+            updates.append(engine.update_weights.remote(manifest, receiver))
         policy = self.policy
-        if self._sent and self.options.keep:
-            return updates, policy.start_sender(CollectiveSender, "broadcast_kept", ranks=[0])
-        self._sent = True
-        options = self.options
-        sent = policy.start_sender(CollectiveSender, "broadcast", self.manifest, options.bucket_bytes, options.keep)
-        return updates, sent
+        if self._copied == manifest.version:
+            difference = manifest.base is not None
+            return updates, policy.start_sender(self.sender, "send_copy", difference, ranks=manifest.ranks)
+        keep = self.options.keep
+        if keep:
+            self._copied = manifest.version
+        return updates, policy.start_sender(self.sender, "stream", manifest.version, self.bucket_bytes, keep)
 
-    def _receivers(self, engines: Mapping[int, Any], persistent: bool) -> tuple[CollectiveReceiver, ...]:
+    def _receivers(
+        self, engines: Mapping[int, Any], ranks: Sequence[int], persistent: bool
+    ) -> tuple[CollectiveReceiver, ...]:
         policy = self.policy
         processes = policy.engine_processes
         if persistent and tuple(engines.items()) != self._engines:
             self._engines = tuple(engines.items())
             self._members = secrets.token_hex(8)
         members = self._members if persistent else ""
-        count = processes * len(engines)
-        opened = policy.start_sender(CollectiveSender, "open", self.backend, count, members, ranks=[0])
-        ((meeting, must_join),) = policy.wait(opened, "opening the weight sender")
-        bucket_bytes = self.options.bucket_bytes
+        opened = policy.start_sender(self.sender, "open", processes * len(engines), members, ranks=ranks)
+        groups = dict(zip(ranks, policy.wait(opened, "opening the weight sender")))
         receivers = tuple(
-            CollectiveReceiver(meeting, number, 1 + index * processes, must_join, bucket_bytes, policy.timeout_s)
+            CollectiveReceiver(groups, number, 1 + index * processes, self.bucket_bytes, policy.timeout_s)
             for index, number in enumerate(engines)
         )
         if persistent:
@@ -86,92 +89,83 @@ class CollectiveTransport(StreamingTransport):
         return receivers
 
     def close(self) -> None:
-        """Make every member leave the persistent group, without waiting for the members, because some may be dead."""
-        if self._persistent_receivers:
-            self.policy.start_sender(CollectiveSender, "close", self._members, ranks=[0])
+        """Make every member leave the persistent groups, without waiting for the members, because some may be dead."""
+        for receiver in self._persistent_receivers[:1]:
+            self.policy.start_sender(self.sender, "close", self._members, ranks=tuple(receiver.groups))
         for (_, engine), receiver in zip(self._engines, self._persistent_receivers):
             engine.close_receiver.remote(receiver)
         self._engines = ()
         self._persistent_receivers = ()
 
 
-class NcclTransport(CollectiveTransport):
-    """Broadcast with NCCL, from GPU to GPU."""
+class CollectiveSender(ShardSender):
+    """Sender on a rank, which hosts a group for its pieces."""
 
-    backend = "nccl"
-    refuses = {
-        "cpu": "requires GPUs (cluster.gpus_per_node); use gloo for the same broadcast without GPUs",
-        "colocated": "does not support two processes on one GPU (cluster.placement colocated)",
-    }
-
-
-class GlooTransport(CollectiveTransport):
-    """Broadcast with gloo, from host to host."""
-
-    backend = "gloo"
-
-
-class CollectiveSender(Sender):
-    """Sender on rank 0. Other ranks only participate in gathering the weights."""
-
+    backend: ClassVar[str]
     _server: BroadcastServer
-    """Server for the next broadcast."""
+    """Server for the next delivery."""
     _persistent_server: BroadcastServer | None = None
     """Server of the persistent group."""
     _members = ""
     """Identifier of the persistent group's receivers."""
     _kept: HostCopies | None = None
-    """Weights of the last ``broadcast`` with ``keep``."""
+    """Weights of the last ``stream`` with ``keep``."""
 
-    def open(self, backend: str, receivers: int, members: str) -> tuple[Meeting, bool]:
-        """Prepare the next broadcast. Return the group's rendezvous, and True if the receivers must join the group.
+    def open(self, receivers: int, members: str) -> tuple[Meeting, bool]:
+        """Prepare the next delivery. Return the group's rendezvous, and True if the receivers must join the group.
 
         Args:
             receivers: number of receiving processes.
             members: identifier of the set of receivers. If the persistent group has this identifier and has not failed,
-                it is reused. An empty identifier creates a group for a single broadcast.
+                it is reused. An empty identifier creates a group for a single delivery.
         """
         if not members:
-            self._server = BroadcastServer(self.host, receivers, backend)
+            self._server = BroadcastServer(self.host, receivers, self.backend)
             return self._server.meeting, True
         server = self._persistent_server
         if server is not None and not server.ended and members == self._members:
             self._server = server
             return server.meeting, False
         self.close(self._members)
-        self._server = BroadcastServer(self.host, receivers, backend, persistent=True)
+        self._server = BroadcastServer(self.host, receivers, self.backend, persistent=True)
         self._persistent_server = self._server
         self._members = members
         return self._server.meeting, True
 
-    def broadcast(self, manifest: Manifest, bucket_bytes: int, keep: bool) -> None:
-        """Broadcast the current weights from rank 0 while they are gathered. Call ``open`` first.
+    def stream(self, version: int, bucket_bytes: int, keep: bool) -> None:
+        """Broadcast the current weights of this rank as ``version`` while they are read. Call ``open`` first.
+
+        All ranks call this method, because reading is collective. Ranks without weights to send have no server.
 
         Args:
-            keep: True to keep the weights in rank 0's host memory for ``broadcast_kept``.
+            keep: True to copy the weights to host memory for ``send_copy``.
         """
-        with self.gathered() as tensors:
-            if self.rank == 0:
-                buckets = filled(manifest, tensors, bucket_bytes, self._device())
+        self.copy = None
+        with self.pieces() as pieces:
+            if self._metadata.entries:
+                manifest = replace(self._metadata, version=version)
+                buckets = filled(manifest, pieces, bucket_bytes, self.device())
                 if keep:
-                    self._kept = self._kept or HostCopies(torch.device(self._device()))
+                    self._kept = self._kept or HostCopies(self.device())
                     self._kept.begin([bucket.nbytes for bucket in divide(manifest, bucket_bytes)])
                     buckets = _copied(buckets, self._kept)
                 self._send(buckets)
 
-    def broadcast_kept(self) -> None:
-        """Broadcast the weights that ``broadcast`` has kept. Only rank 0 calls this method."""
-        assert self._kept is not None
-        self._send(self._kept.on_device())
+    def send_copy(self, difference: bool) -> None:
+        """Broadcast the copied weights, in full or as a difference. Call ``open`` first."""
+        self._send(self.messages(difference))
+
+    def messages(self, difference: bool) -> Iterator[torch.Tensor]:
+        """Yield the copied buckets, in full or as a difference."""
+        if self.copy is None and self._kept is not None:
+            return self._kept.on_device()
+        return super().messages(difference)
 
     def close(self, members: str) -> None:
         """End the persistent group if its receivers are ``members``."""
         if self._persistent_server is not None and members == self._members:
             self._persistent_server.end()
             self._persistent_server = None
-
-    def _device(self) -> Any:
-        return self.policy.runtime.device if self._server.meeting.backend == "nccl" else "cpu"
 
     def _send(self, buckets: Iterator[torch.Tensor]) -> None:
         server = self._server
@@ -183,6 +177,38 @@ class CollectiveSender(Sender):
                 pass
 
 
+class NcclSender(CollectiveSender):
+    """Sender from a GPU."""
+
+    backend = "nccl"
+
+
+class GlooSender(CollectiveSender):
+    """Sender from host memory."""
+
+    backend = "gloo"
+
+    def device(self) -> torch.device:
+        """Return the CPU, because gloo sends from host memory."""
+        return torch.device("cpu")
+
+
+class NcclTransport(CollectiveTransport):
+    """Broadcast with NCCL, from GPU to GPU."""
+
+    sender = NcclSender
+    refuses = {
+        "cpu": "requires GPUs (cluster.gpus_per_node); use gloo for the same broadcast without GPUs",
+        "colocated": "does not support two processes on one GPU (cluster.placement colocated)",
+    }
+
+
+class GlooTransport(CollectiveTransport):
+    """Broadcast with gloo, from host to host."""
+
+    sender = GlooSender
+
+
 def _copied(buckets: Iterable[torch.Tensor], copies: HostCopies) -> Iterator[torch.Tensor]:
     for bucket in buckets:
         copies.add(bucket)
@@ -191,60 +217,79 @@ def _copied(buckets: Iterable[torch.Tensor], copies: HostCopies) -> Iterator[tor
 
 @dataclass(frozen=True)
 class CollectiveReceiver(Receiver):
-    """Receiver that joins the sender's group and receives its broadcasts."""
+    """Receiver that joins the senders' groups and receives their broadcasts."""
 
-    meeting: Meeting
+    groups: Mapping[int, tuple[Meeting, bool]]
+    """For each sending policy rank, its group, and True if the processes must join the group for this update, False if
+    they are already members."""
     engine: int
     """Number of the engine."""
     rank: int
-    """Rank of the engine's first process in the group. The engine's other processes have the following ranks."""
-    must_join: bool
-    """True if the processes must join the group for this update, False if they are already members."""
+    """Rank of the engine's first process in the groups. The engine's other processes have the following ranks."""
     bucket_bytes: int
     timeout_s: float
-    """Time limit for waiting for the sender, which may be training."""
+    """Time limit for waiting for the senders, which may be training."""
 
     def receive(self, manifest: Manifest, device: torch.device, worker: int) -> Tensors:
         """Yield the verified tensors of an update on ``device``, in process ``worker`` (from 0) of the engine.
 
         Raises:
-            PeerLost: if the sender or another receiver was lost.
+            BaseMissing: if the process cannot apply a difference.
+            PeerLost: if a sender or another receiver was lost.
             RunError: if the checksum of a tensor differs.
         """
         return assembled(self._pieces(manifest, device, worker))
 
     def _pieces(self, manifest: Manifest, device: torch.device, worker: int) -> Iterator[Piece]:
-        # gloo ends the process if the buffer sizes of sender and receiver differ. Sender and receiver compute the sizes
-        # from the manifest.
-        joining = joined_group(self.meeting, self._member(worker), self.rank + worker, self.must_join, self.timeout_s)
+        # gloo ends the process if the buffer sizes of sender and receiver differ. Both compute them from the manifest.
         buckets = divide(manifest, self.bucket_bytes)
+        sizes = manifest.base.sizes if manifest.base else [bucket.nbytes for bucket in buckets]
+        member = self._member(worker)
         try:
-            with joining as group:
-                for bucket, buffer in _received(group, buckets, device):
-                    yield from bucket.open(buffer)
+            with contextlib.ExitStack() as stack:
+                groups = {}
+                for rank, (meeting, must_join) in self.groups.items():
+                    joining = joined_group(meeting, _of(member, rank), self.rank + worker, must_join, self.timeout_s)
+                    groups[rank] = stack.enter_context(joining)
+                received = _received([groups[bucket.rank] for bucket in buckets], sizes, device, len(groups))
+                yield from engine_copy(member).pieces(manifest, buckets, received, device)
         except PeerLost as error:
-            raise PeerLost(f"weight update {manifest.version}: {error}") from error
+            raise type(error)(f"weight update {manifest.version}: {error}") from error
 
     def close(self, worker: int) -> None:
-        """Leave the persistent group."""
-        leave(self._member(worker), self.meeting)
+        """Leave the persistent groups."""
+        member = self._member(worker)
+        for rank, (meeting, _) in self.groups.items():
+            leave(_of(member, rank), meeting)
 
     def _member(self, worker: int) -> str:
         return f"process {worker} of engine {self.engine}"
 
 
+def _of(member: str, rank: int) -> str:
+    """Return the name of an engine process in the group of a policy rank."""
+    return f"{member} with rank {rank}"
+
+
 def _received(
-    group: BroadcastGroup, buckets: list[Bucket], device: torch.device
-) -> Iterator[tuple[Bucket, torch.Tensor]]:
-    """Yield (bucket, buffer) of every bucket while the next bucket is already in transfer."""
-    in_transfer = None
-    for bucket in buckets:
-        buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
-        operation = group.broadcast(buffer)
-        if in_transfer:
-            in_transfer[2].finish()
-            yield in_transfer[:2]
-        in_transfer = bucket, buffer, operation
-    if in_transfer:
-        in_transfer[2].finish()
-        yield in_transfer[:2]
+    groups: Sequence[BroadcastGroup], sizes: Sequence[int], device: torch.device, ahead: int
+) -> Iterator[torch.Tensor]:
+    """Yield the message of every bucket, uint8 [bytes], while the next ``ahead`` messages are already in transfer.
+
+    Args:
+        groups: group of each message.
+        sizes: bytes of each message.
+    """
+    in_transfer: deque[tuple[torch.Tensor, Operation]] = deque()
+    for group, size in zip(groups, sizes, strict=True):
+        buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        in_transfer.append((buffer, group.broadcast(buffer)))
+        if len(in_transfer) > ahead:
+            yield _finished(*in_transfer.popleft())
+    while in_transfer:
+        yield _finished(*in_transfer.popleft())
+
+
+def _finished(buffer: torch.Tensor, operation: Operation) -> torch.Tensor:
+    operation.finish()
+    return buffer

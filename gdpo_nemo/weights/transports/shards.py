@@ -1,9 +1,9 @@
 """Base of transports with which every policy rank sends the pieces that it holds, in full or as a difference.
 
 With ``TransportOptions.mode`` ``full``, ``prepare`` needs only metadata, and ranks may send while they read their
-weights. Otherwise each rank copies its buckets in ``prepare`` and encodes the difference from its previous copy. Engines
-that hold the previous version then get the difference. All engines of a delivery get all weights if one of them needs
-them: at the first update, for a replaced engine, and after a failed delivery.
+weights. Otherwise each rank copies its buckets in ``prepare`` and encodes the difference from its previous copy.
+Engines that hold the previous version then get the difference. All engines of a delivery get all weights if one of them
+needs them: at the first update, for a replaced engine, and after a failed delivery.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from gdpo_nemo.weights.copies import Changes, RankCopy
 from gdpo_nemo.weights.manifest import Base, Bucket, Manifest, divide, joined, weight_metadata
-from gdpo_nemo.weights.transports.base import PolicyOnRank, PolicyRanks, Sender, Transport, TransportOptions
+from gdpo_nemo.weights.transports.base import PolicyRanks, Sender, Transport, TransportOptions
 
 _LEAST_BUCKET = 4 << 20
 """Minimum bytes of a bucket if many ranks send. Smaller messages would take mostly latency."""
@@ -35,10 +35,14 @@ class ShardTransport(Transport):
     copies_full: ClassVar[bool] = False
     """True if ranks copy their buckets in ``prepare`` even with mode ``full``."""
 
-    def __init__(self, policy: PolicyRanks, options: TransportOptions = TransportOptions()):
-        super().__init__(policy, options)
+    def __init__(self, policy: PolicyRanks, options: TransportOptions | None = None):
+        super().__init__(policy, options or TransportOptions())
         self._name = secrets.token_hex(8)
         self._metadata: Manifest | None = None
+        self._order: list[int] = []
+        """Rank of each bucket, in the order of ``divide``."""
+        self._full_bytes = 0
+        """Bytes of all buckets."""
         self._holders: dict[int, Any] = {}
         """Actors that were sent the previous version, by engine number. A replacement is another actor."""
         self._copied: int | None = None
@@ -67,35 +71,54 @@ class ShardTransport(Transport):
             self._copy(version)
 
     def _describe(self) -> Manifest:
-        refs = self.policy.start_sender(self.sender, "describe", self.options)
-        manifests = self.policy.wait(refs, "exporting weights")
-        sending = sum(bool(manifest.entries) for manifest in manifests)
+        refs = self.policy.start_sender(self.sender, "describe")
+        manifest = joined(self.policy.wait(refs, "exporting weights"))
         bucket_bytes = self.options.bucket_bytes
-        self.bucket_bytes = max(bucket_bytes // max(1, sending), min(bucket_bytes, _LEAST_BUCKET))
-        self.policy.wait(self.policy.start_sender(self.sender, "use_buckets", self.bucket_bytes), "exporting weights")
-        return joined(manifests)
+        self.bucket_bytes = max(bucket_bytes // max(1, len(manifest.ranks)), min(bucket_bytes, _LEAST_BUCKET))
+        buckets = divide(manifest, self.bucket_bytes)
+        self._order = [bucket.rank for bucket in buckets]
+        self._full_bytes = sum(bucket.nbytes for bucket in buckets)
+        return manifest
 
     def _copy(self, version: int) -> None:
-        compare = self.differs and self._copied is not None
-        refs = self.policy.start_sender(self.sender, "take", compare)
-        changes = [found for found in self.policy.wait(refs, "exporting weights") if found is not None]
-        before, self._copied = self._copied, version
-        if not compare:
-            return
-        assert before is not None
-        self._count(changes, before)
+        before = self._copied if self.differs else None
+        refs = self.policy.start_sender(self.sender, "take", version, self.bucket_bytes, before is not None)
+        changes = self.policy.wait(refs, "exporting weights")
+        self._copied = version
+        if before is not None:
+            self._count(changes, before)
 
     def _count(self, changes: Sequence[Changes], before: int) -> None:
-        """Decide whether to send the difference from the version ``before``."""
-        raise NotImplementedError
+        """Decide whether to send the difference from the version ``before``.
+
+        Args:
+            changes: the changes on each rank, in the order of the ranks.
+        """
+        sizes_of_ranks = [iter(found.sizes) for found in changes]
+        sizes = tuple(next(sizes_of_ranks[rank]) for rank in self._order)
+        words = sum(found.words for found in changes)
+        self.statistics = {"weights/changed": sum(found.changed for found in changes) / max(1, words)}
+        if self.options.mode == "difference" or sum(sizes) <= _WORTHWHILE * self._full_bytes:
+            self._base = Base(before, sizes)
+            self._futile = 0
+            return
+        self._futile += 1
+        if not self.differs:
+            self.manifest = replace(self.manifest, keeper="")
 
     def send(self, engines: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
         """Start a delivery: of the difference if all engines hold the previous version, otherwise of all weights."""
         held = all(self._holders.get(number) is engine for number, engine in engines.items())
         first, self._sent = not self._sent, True
         base = self._base if held and first else None
+        statistics = dict(self.statistics)
         if first:
             self._holders = {}
+            nbytes = sum(base.sizes) if base else self._full_bytes
+            statistics |= {"weights/sent_mib": nbytes / 2**20, "weights/full": float(base is None)}
+        fell_back = self._base is not None and base is None
+        statistics["weights/fallbacks"] = statistics.get("weights/fallbacks", 0.0) + fell_back
+        self.statistics = statistics
         self._holders |= engines
         return self.deliver(engines, replace(self.manifest, base=base), first)
 
@@ -112,29 +135,26 @@ class ShardTransport(Transport):
 class ShardSender(Sender):
     """Part of a transport on a policy rank, which sends the pieces that the rank holds."""
 
-    _own: Manifest
-    _buckets: list[Bucket]
+    _metadata: Manifest
+    copy: RankCopy | None = None
+    """Copy of a version. None before the first ``take``."""
 
-    def __init__(self, policy: PolicyOnRank, rank: int, host: str):
-        super().__init__(policy, rank, host)
-        self.copy: RankCopy | None = None
-
-    def describe(self, options: TransportOptions) -> Manifest:
+    def describe(self) -> Manifest:
         """Return the manifest of what this rank sends, which is valid for all updates."""
         with self.pieces() as pieces:
-            self._own = weight_metadata(pieces, -1, self.policy.adapters, self.rank)
-        return self._own
+            self._metadata = weight_metadata(pieces, -1, self.policy.adapters, self.rank)
+        return self._metadata
 
-    def use_buckets(self, bucket_bytes: int) -> None:
-        """Divide what this rank sends into buckets of at most ``bucket_bytes``."""
-        self._buckets = divide(self._own, bucket_bytes)
+    def buckets(self, version: int, bucket_bytes: int) -> list[Bucket]:
+        """Return the buckets of at most ``bucket_bytes`` in which this rank sends a version."""
+        return divide(replace(self._metadata, version=version), bucket_bytes)
 
-    def take(self, compare: bool) -> Changes | None:
-        """Copy the current weights. See ``RankCopy.take``."""
+    def take(self, version: int, bucket_bytes: int, compare: bool) -> Changes | None:
+        """Copy the current weights as ``version``. See ``RankCopy.take``."""
         if self.copy is None:
             self.copy = RankCopy(self.device())
         with self.pieces() as pieces:
-            return self.copy.take(self._buckets, pieces, compare)
+            return self.copy.take(self.buckets(version, bucket_bytes), pieces, compare)
 
     def device(self) -> torch.device:
         """Return the device from which this rank sends."""
