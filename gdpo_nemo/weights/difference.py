@@ -88,9 +88,13 @@ def apply(words: torch.Tensor, encoded: torch.Tensor) -> None:
         _apply_bitmaps(words, bits, chosen.to(words.device), counts[chosen].to(words.device), values)
 
 
+def _is_on_cpu(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
 def _words_at_once(words: torch.Tensor) -> int:
     """Return the number of words to process together. On a CPU they stay in the cache; a GPU needs more work."""
-    return (32 if words.device.type == "cpu" else 128) * _BLOCK
+    return (32 if _is_on_cpu(words) else 128) * _BLOCK
 
 
 def _lengths(words: int, device: torch.device) -> torch.Tensor:
@@ -101,14 +105,14 @@ def _lengths(words: int, device: torch.device) -> torch.Tensor:
 
 def _indices(mask: torch.Tensor) -> torch.Tensor:
     """Return the indices of the elements of ``mask`` that are set, int64, ascending."""
-    if mask.device.type == "cpu":
+    if _is_on_cpu(mask):
         return torch.from_numpy(np.flatnonzero(mask.numpy()))  # up to nine times as fast as torch
     return mask.nonzero().squeeze(1)
 
 
 def _compare(new: torch.Tensor, old: torch.Tensor, mask: torch.Tensor) -> None:
     """Set ``mask`` to True for the words that changed."""
-    if mask.device.type == "cpu":
+    if _is_on_cpu(mask):
         np.not_equal(new.numpy(), old.numpy(), out=mask.numpy())  # twice as fast as torch
     else:
         torch.ne(new, old, out=mask)
