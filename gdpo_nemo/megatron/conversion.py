@@ -43,7 +43,7 @@ def local_weights(chunks: list[torch.nn.Module], model: ModelDescription) -> Ite
                 raise KeyError(name)
 
 
-def _split_group(weight: Weight) -> dist.ProcessGroup:
+def split_group(weight: Weight) -> dist.ProcessGroup:
     """Return the tensor-parallel group that splits a parameter. Experts use a separate group."""
     if weight.expert is None:
         return parallel_state.get_tensor_model_parallel_group()
@@ -62,7 +62,15 @@ def _experts(weight: Weight) -> range:
     return range(weight.expert, weight.experts, weight.experts // ranks)
 
 
-def _expert_sources(sources: tuple[str, ...], expert: int) -> tuple[str, ...]:
+def own_expert(weight: Weight) -> int | None:
+    """Return the global index of the expert of this rank's parameter, or None if it does not belong to an expert."""
+    if weight.expert is None:
+        return None
+    return _experts(weight)[parallel_state.get_expert_model_parallel_rank()]
+
+
+def expert_sources(sources: tuple[str, ...], expert: int | None) -> tuple[str, ...]:
+    """Return the names of the Hugging Face tensors of an expert (global index). Other names are returned unchanged."""
     return tuple(source.format(expert) for source in sources)
 
 
@@ -196,7 +204,8 @@ def _sections(rows: int, split: str, model: ModelDescription) -> list[int] | Non
     return None
 
 
-def _shard(tensor: torch.Tensor, split: str, rank: int, size: int, model: ModelDescription) -> torch.Tensor:
+def shard(tensor: torch.Tensor, split: str, rank: int, size: int, model: ModelDescription) -> torch.Tensor:
+    """Return the part of an unsharded Megatron tensor that a rank of ``size`` tensor-parallel ranks holds."""
     if split == REPLICATED or size == 1:
         return tensor
     if sections := _sections(len(tensor), split, model):
@@ -226,15 +235,11 @@ def load_hf(chunks: list[torch.nn.Module], read: Callable[[str], torch.Tensor], 
         KeyError: if a tensor is missing.
         ValueError: if the shape of a tensor does not match ``config``.
     """
-    expert_rank = parallel_state.get_expert_model_parallel_rank()
     model = description_of(config)
     for parameter, weight in local_weights(chunks, model):
-        group = _split_group(weight)
-        sources = weight.sources
-        expert = None
-        if weight.expert is not None:
-            expert = _experts(weight)[expert_rank]
-            sources = _expert_sources(sources, expert)
+        group = split_group(weight)
+        expert = own_expert(weight)
+        sources = expert_sources(weight.sources, expert)
         tensor = _read(read, sources, weight.stacked, expert)
         if weight.interleaved:
             tensor = _as_rows(tensor, weight.split)
@@ -247,7 +252,7 @@ def load_hf(chunks: list[torch.nn.Module], read: Callable[[str], torch.Tensor], 
                 tensor = _delta_sections(tensor, model)
         if weight.vocabulary:
             tensor = torch.nn.functional.pad(tensor, (0, 0, 0, parameter.size(0) * group.size() - tensor.size(0)))
-        tensor = _shard(tensor, weight.split, group.rank(), group.size(), model)
+        tensor = shard(tensor, weight.split, group.rank(), group.size(), model)
         if tensor.shape != parameter.shape:
             raise _shape_error(sources, tensor, tuple(parameter.shape))
         parameter.copy_(tensor)
@@ -354,17 +359,17 @@ def _gather_batch(
     tensors = [tensor for tensor, _ in batch]
     first = batch[0][1]
     if first.expert is None:
-        parts = [tensors] if first.split == REPLICATED else _gather(tensors, _split_group(first))
+        parts = [tensors] if first.split == REPLICATED else _gather(tensors, split_group(first))
         yield first.sources, _assemble([part for (part,) in parts], first.split, model), first
         return
     # Gather over the tensor-parallel ranks first, then over the expert-parallel ranks. In a list of the result, the
     # parts of one tensor are therefore `len(batch)` places apart.
-    sharded = _gather(tensors, _split_group(first))
+    sharded = _gather(tensors, split_group(first))
     by_rank = _gather(list(chain.from_iterable(sharded)), parallel_state.get_expert_model_parallel_group())
     for index, (_, weight) in enumerate(batch):
         for expert, gathered in zip(_experts(weight), by_rank):
             tensor = _assemble(gathered[index :: len(batch)], weight.split, model)
-            yield _expert_sources(weight.sources, expert), tensor, weight
+            yield expert_sources(weight.sources, expert), tensor, weight
 
 
 def _gather(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> list[list[torch.Tensor]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from gdpo_nemo.megatron.model import BuiltModel, build, build_frozen
 from gdpo_nemo.megatron.model_config import description_of
 from gdpo_nemo.megatron.optimizer import OptimizerOffload, Reference
 from gdpo_nemo.megatron.packing import local_positions
+from gdpo_nemo.megatron.pieces import RankPieces
 from gdpo_nemo.megatron.recurrent_layers import needs_of_layers
 from gdpo_nemo.megatron.router_replay import RouterReplay
 from gdpo_nemo.megatron.runtime import Runtime
@@ -509,9 +510,17 @@ class Policy:
 
     def pieces(self) -> Iterator[Piece]:
         """Yield what this rank sends of the tensors of ``update``. Under LoRA, rank 0 sends all of them."""
+        if self.adapters is None:
+            with self.params_synced():
+                yield from self._pieces
+            return
         for name, tensor in self.update():
             if dist.get_rank() == 0:
                 yield Piece(name, tensor)
+
+    @cached_property
+    def _pieces(self) -> RankPieces:
+        return RankPieces(self.chunks, self.built.hf_config, self.config.vision.train)
 
     def start_adapters(self, pairs: Pairs) -> None:
         """Initialise LoRA matrices and the optimizer's main weights from the unsharded ``pairs`` of all modules."""

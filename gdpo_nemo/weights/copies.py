@@ -1,4 +1,4 @@
-"""Copies of the newest version in host memory: of its own buckets on a policy rank, of all buckets in an engine process.
+"""Copies of the newest version in host memory: its own buckets on a policy rank, all buckets in an engine process.
 
 A rank encodes the difference between its copy and the next version. An engine process applies it to its own copy.
 """
@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from gdpo_nemo.utils.errors import RunError
+from gdpo_nemo.weights import difference
 from gdpo_nemo.weights.host_memory import HostCopies
 from gdpo_nemo.weights.manifest import Bucket, Manifest, PeerLost, Pieces
 from gdpo_nemo.weights.pieces import Piece
@@ -33,6 +35,9 @@ class BaseMissing(PeerLost):
 class RankCopy:
     """Copy of a policy rank's buckets, and their difference from the version before.
 
+    The message of a bucket consists of the checksums of its new tensors and its encoded words. A bucket that would not
+    become smaller is sent in full.
+
     Args:
         device: device of the weights.
     """
@@ -40,9 +45,14 @@ class RankCopy:
     def __init__(self, device: torch.device):
         self._device = device
         self._copies = HostCopies(device)
+        self._is_complete = False
+        self._messages: list[torch.Tensor | None] = []
+        """Message of each bucket in host memory. None for buckets that are sent in full."""
 
     def take(self, buckets: Sequence[Bucket], pieces: Pieces, compare: bool) -> Changes | None:
         """Copy the current weights.
+
+        All buckets are sent in full after a call that failed, which leaves an incomplete copy.
 
         Args:
             buckets: the rank's buckets.
@@ -51,22 +61,59 @@ class RankCopy:
         Returns:
             The changes if ``compare`` is set.
         """
-        if compare:
-            raise NotImplementedError
+        is_complete, self._is_complete = self._is_complete, False
+        self._messages = []
+        changed = 0
         self._copies.begin([bucket.nbytes for bucket in buckets])
         for bucket in buckets:
-            buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._device)
+            buffer = torch.zeros(bucket.nbytes, dtype=torch.uint8, device=self._device)
             bucket.fill(pieces, buffer)
+            if compare and is_complete:
+                message, count = encoded(bucket, buffer, self._copies.replaced())
+            else:
+                message, count = None, bucket.tensor_bytes // 2
+            changed += count
+            self._messages.append(message)
             self._copies.add(buffer)
-        return None
+        self._is_complete = True
+        if not compare:
+            return None
+        sizes = (b.nbytes if m is None else m.nbytes for b, m in zip(buckets, self._messages))
+        return Changes(sum(bucket.tensor_bytes // 2 for bucket in buckets), changed, tuple(sizes))
 
     def full(self) -> Iterator[torch.Tensor]:
         """Yield the buckets, uint8 [bytes], on the device of the weights."""
         return self._copies.on_device()
 
     def difference(self) -> Iterator[torch.Tensor]:
-        """Yield the encoded buckets, uint8 [bytes], on the device of the weights."""
-        raise NotImplementedError
+        """Yield the message of each bucket, uint8 [bytes], on the device of the weights."""
+        for bucket, message in zip(self._copies.in_host_memory(), self._messages, strict=True):
+            yield (bucket if message is None else message).to(self._device)
+
+
+def encoded(bucket: Bucket, new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor | None, int]:
+    """Return (message from which ``patch`` makes ``new`` from ``old``, uint8 [bytes]; number of changed words).
+
+    The message is in host memory. It is None if it would not be smaller than the bucket.
+    """
+    end = bucket.tensor_bytes
+    words, changed = difference.encode(new[:end].view(torch.int16), old[:end].view(torch.int16))
+    if bucket.nbytes - end + words.nbytes >= bucket.nbytes:
+        return None, changed
+    return torch.cat([new[end:], words]).cpu(), changed
+
+
+def patch(bucket: Bucket, buffer: torch.Tensor, message: torch.Tensor) -> None:
+    """Change a bucket in place to its next version, including the checksums.
+
+    Raises:
+        ValueError: if the message does not belong to such a bucket.
+    """
+    checksums = bucket.sent_checksums(buffer).view(torch.uint8)
+    if message.nbytes < checksums.nbytes:
+        raise ValueError(f"expected at least {checksums.nbytes} bytes, got {message.nbytes}")
+    difference.apply(buffer[: bucket.tensor_bytes].view(torch.int16), message[checksums.nbytes :])
+    checksums.copy_(message[: checksums.nbytes])
 
 
 class EngineCopy:
@@ -75,11 +122,12 @@ class EngineCopy:
     def __init__(self) -> None:
         self.holds: tuple[str, int] | None = None
         """Name of the transport and version of the copy. None while it changes, or without a copy."""
+        self._copies: HostCopies | None = None
 
     def pieces(
         self, manifest: Manifest, buckets: Sequence[Bucket], received: Iterable[torch.Tensor], device: torch.device
     ) -> Iterator[Piece]:
-        """Yield the verified content of an update.
+        """Yield the verified content of an update. The tensors are valid until the next update.
 
         The process keeps a copy of the result if ``Manifest.keeper`` is set. Otherwise, an older copy is dropped.
 
@@ -92,8 +140,43 @@ class EngineCopy:
             BaseMissing: if the process does not hold the base, or if the result of a difference has a wrong checksum.
             RunError: if the checksum of a bucket that was sent in full differs.
         """
+        held, self.holds = self.holds, None
+        if manifest.base and held != (manifest.keeper, manifest.base.version):
+            raise BaseMissing(
+                f"weight update {manifest.version}: the engine does not hold version {manifest.base.version}"
+            )
+        copies = self._copies = self._memory(buckets, device) if manifest.keeper else None
         for bucket, message in zip(buckets, received, strict=True):
-            yield from bucket.open(message.to(device))
+            buffer = message.to(device)
+            if copies is None or manifest.base is None:
+                content = list(bucket.open(buffer))
+            else:
+                buffer, content = self._patched(bucket, copies, buffer)
+            if copies is not None:
+                copies.add(buffer)
+            yield from content
+        if copies is not None:
+            self.holds = manifest.keeper, manifest.version
+
+    def _memory(self, buckets: Sequence[Bucket], device: torch.device) -> HostCopies:
+        copies = self._copies or HostCopies(device)
+        copies.begin([bucket.nbytes for bucket in buckets])
+        return copies
+
+    def _patched(self, bucket: Bucket, copies: HostCopies, message: torch.Tensor) -> tuple[torch.Tensor, list[Piece]]:
+        """Return (bucket, its verified content) after a difference. Drop the copy if that is not possible."""
+        buffer = message
+        try:
+            if message.nbytes != bucket.nbytes:
+                buffer = copies.replaced()
+                patch(bucket, buffer, message)
+            return buffer, list(bucket.open(buffer))
+        except (ValueError, RunError) as error:
+            self._copies = None
+            first = bucket.entries[0].name
+            raise BaseMissing(
+                f"weight update {bucket.version}: the difference of the bucket of {first} failed: {error}"
+            ) from error
 
 
 _COPIES: dict[str, EngineCopy] = {}

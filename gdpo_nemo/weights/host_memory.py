@@ -31,7 +31,7 @@ def host_memory_like(tensors: Sequence[torch.Tensor], pinned: bool) -> list[torc
 
 
 class HostCopies:
-    """Copies of buffers in host memory, which is reused for the next sequence of buffers.
+    """Copies of buffers in host memory, which the next sequence of buffers of the same sizes replaces one by one.
 
     Copies from a GPU go to pinned memory on a separate stream. Work that is queued afterwards on the current stream
     does not wait for them.
@@ -47,14 +47,21 @@ class HostCopies:
         self._count = 0
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """Discard all copies, and provide memory for buffers of the given numbers of bytes."""
+        """Start a sequence of buffers with the given numbers of bytes. If the sizes differ, discard the old copies."""
         self._count = 0
         if [copy.numel() for copy in self._copies] != list(sizes):
             like = [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]
             self._copies = host_memory_like(like, pinned=self._stream is not None)
 
+    def replaced(self) -> torch.Tensor:
+        """Return the copy that ``add`` replaces next, uint8 [bytes], on the device. Not a new copy on CPUs."""
+        copy = self._copies[self._count]
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return copy.to(self._device, non_blocking=True)
+
     def add(self, buffer: torch.Tensor) -> None:
-        """Start copying the next buffer, uint8 [bytes]."""
+        """Start copying the next buffer, uint8 [bytes]. It may be the result of ``replaced``."""
         copy = self._copies[self._count]
         self._count += 1
         if self._stream is None:
@@ -67,7 +74,11 @@ class HostCopies:
 
     def on_device(self) -> Iterator[torch.Tensor]:
         """Yield the buffers again, on their device. Buffers of a CPU are not copied."""
+        for copy in self.in_host_memory():
+            yield copy.to(self._device, non_blocking=True)
+
+    def in_host_memory(self) -> Iterator[torch.Tensor]:
+        """Yield the copies, uint8 [bytes]."""
         if self._stream is not None:
             self._stream.synchronize()
-        for copy in self._copies[: self._count]:
-            yield copy.to(self._device, non_blocking=True)
+        yield from self._copies[: self._count]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from unittest.mock import patch
 
@@ -115,8 +117,39 @@ def train(policy, batch, assignment, count, settings=None, shared=None) -> np.nd
 
 
 def exported(policy) -> dict:
-    """All weights as plain arrays (float32 holds bfloat16 exactly)."""
-    return {name: tensor.detach().float().numpy().copy() for name, tensor in policy.weights()}
+    """All weights as plain arrays (float32 holds bfloat16 exactly). The pieces of all ranks are compared with them."""
+    tensors = {name: tensor.detach().clone() for name, tensor in policy.weights()}
+    if policy.adapters is None:
+        check_pieces(policy.pieces(), dict(policy.update()))
+    return {name: tensor.float().numpy() for name, tensor in tensors.items()}
+
+
+def check_pieces(pieces, tensors) -> None:
+    """Check that the pieces of all ranks make up ``tensors``, bit by bit, and contain every element once; collective.
+
+    Pieces of more than 2,000 bytes are cut.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from gdpo_nemo.weights.manifest import joined, weight_metadata
+    from gdpo_nemo.weights.pieces import Piece, assembled
+
+    with patch("gdpo_nemo.megatron.pieces._CUT_BYTES", 2000):
+        own = [Piece(name, values.detach().cpu().clone(), region) for name, values, region in pieces]
+    by_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, own)
+    if dist.get_rank():
+        return
+    joined([weight_metadata(sent, 0, rank=rank) for rank, sent in enumerate(by_rank)]).check_names(tensors)
+    sent = list(chain.from_iterable(by_rank))
+    times = assembled(piece._replace(values=torch.full(piece.values.shape, index)) for index, piece in enumerate(sent))
+    for name, owners in times:  # a piece that another one overwrites has fewer elements left than it sent
+        counts = Counter(owners.flatten().tolist())
+        assert all(counts[i] == piece.values.numel() for i, piece in enumerate(sent) if piece.name == name), name
+    for name, tensor in assembled(sent):
+        expected = tensors[name].cpu()
+        assert tensor.dtype == expected.dtype and torch.equal(tensor, expected), name
 
 
 def updates(
@@ -383,12 +416,14 @@ def layers_held(place, folder) -> list[int]:
 
 
 def round_trips(place, folders, batch_bytes=256 << 20) -> dict:
-    """Load and export every model in ``folders``: {model: {Hugging Face name: array}} (rank 0)."""
+    """Load and export every model in ``folders``: {model: {Hugging Face name: array}} (rank 0). The pieces of all ranks
+    are compared with the result."""
     import torch
     from transformers import AutoConfig
 
     from gdpo_nemo.megatron.conversion import export_hf, load_hf
     from gdpo_nemo.megatron.model import build_chunks
+    from gdpo_nemo.megatron.pieces import RankPieces
     from gdpo_nemo.models.hf_folder import open_weights
 
     out = {}
@@ -397,7 +432,9 @@ def round_trips(place, folders, batch_bytes=256 << 20) -> dict:
         _, chunks = build_chunks(hf, place.layout, torch.float32)
         load_hf(chunks, open_weights(folder), hf)
         with patch("gdpo_nemo.megatron.conversion._BATCH_BYTES", batch_bytes):
-            out[name] = [(key, tensor.detach().numpy().copy()) for key, tensor in export_hf(chunks, hf)]
+            tensors = [(key, tensor.clone()) for key, tensor in export_hf(chunks, hf)]
+        check_pieces(RankPieces(chunks, hf, tower=True), dict(tensors))
+        out[name] = [(key, tensor.numpy()) for key, tensor in tensors]
     return out if place.rank == 0 else {}
 
 
@@ -405,7 +442,9 @@ def update_names(place, folder, targets=(), train_tower=False) -> list[str]:
     """Names of the tensors of an update, with adapters on the modules of ``targets``."""
     lora = LoraConfig(rank=2, target_modules=list(targets)) if targets else None
     policy = build_policy(place, folder, lora=lora, train_tower=train_tower)
-    return [name for name, _ in policy.update()]
+    tensors = dict(policy.update())
+    check_pieces(policy.pieces(), tensors)
+    return list(tensors)
 
 
 def exported_at_once(place, folder) -> int:

@@ -1,0 +1,208 @@
+"""Pieces of Hugging Face tensors that each policy rank sends in a weight update, without gathering them first.
+
+A rank holds rows, or a range of columns, of Hugging Face tensors. Ranks that hold the same pieces are replicas: data-
+and context-parallel ranks, and for tensors that are not split, tensor-parallel ranks as well. They divide these pieces
+without communication, because each of them computes the same division. The plan is made once and contains positions
+only, so each update reads the current values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from transformers import PretrainedConfig
+
+from gdpo_nemo.megatron.conversion import expert_sources, local_weights, own_expert, separate, shard, split_group
+from gdpo_nemo.megatron.model_config import description_of
+from gdpo_nemo.megatron.weight_map import STACKED_EXPERT, Weight
+from gdpo_nemo.models.description import ModelDescription
+from gdpo_nemo.models.weights import COLUMNS, REPLICATED
+from gdpo_nemo.weights.pieces import Piece, Region
+
+_MOST_REPLICAS = 8
+"""Maximum number of replicas that send. An engine needs a communicator for each of them, and its link is the limit."""
+_CUT_BYTES = 16 << 20
+"""Size of a piece in bytes above which its replicas send equal parts of it. One of them sends a smaller piece."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Position of a piece in a parameter of this rank."""
+
+    name: str
+    region: Region | None
+    rows: slice | torch.Tensor
+    """Rows of the parameter. An index (int64 [rows], on the parameter's device) if they are not consecutive."""
+    transposed: bool
+    is_slice: bool
+    """True if the piece belongs to one expert of a stacked tensor."""
+
+    def piece(self, tensor: torch.Tensor) -> Piece:
+        """Return the piece with the current values. It is a view of the parameter if the rows are consecutive."""
+        values = tensor[self.rows] if isinstance(self.rows, slice) else tensor.index_select(0, self.rows)
+        values = values.t() if self.transposed else values
+        return Piece(self.name, values[None] if self.is_slice else values, self.region)
+
+
+class _Replicas:
+    """Division of pieces among the ranks that hold them.
+
+    Args:
+        rank: index of this rank among the replicas.
+        size: number of replicas.
+    """
+
+    def __init__(self, rank: int, size: int):
+        self._rank = rank
+        self._loads = [0] * min(size, _MOST_REPLICAS)
+        """Bytes of each sending replica."""
+
+    def share(self, nbytes: int) -> float:
+        """Return the average bytes of a sending replica for a tensor of ``nbytes``."""
+        return nbytes / len(self._loads)
+
+    def take(self, rows: int, row_bytes: int) -> range:
+        """Return the rows of a piece that this rank sends. All replicas call this method for the same pieces."""
+        count = len(self._loads)
+        if rows * row_bytes > _CUT_BYTES:
+            bounds = [rows * index // count for index in range(count + 1)]
+        else:
+            least = self._loads.index(min(self._loads))
+            bounds = [0] * (least + 1) + [rows] * (count - least)
+        for index in range(count):
+            self._loads[index] += (bounds[index + 1] - bounds[index]) * row_bytes
+        return range(*bounds[self._rank : self._rank + 2]) if self._rank < count else range(0)
+
+
+class RankPieces:
+    """Pieces that this rank sends. The constructor is collective.
+
+    Args:
+        tower: False to leave out the weights of a vision tower.
+    """
+
+    def __init__(self, chunks: list[torch.nn.Module], config: PretrainedConfig, tower: bool):
+        self._chunks = chunks
+        self._model = description_of(config)
+        self._tower = tower
+        self._replicas = {(expert, whole): _replicas(expert, whole) for expert in (0, 1) for whole in (0, 1)}
+        first = self._rows_of_first_stage()
+        self._plan = [list(self._parts(tensor, weight, first)) for tensor, weight in self._weights()]
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Yield the pieces with the current values, in the order of the model's layers."""
+        for (tensor, _), parts in zip(self._weights(), self._plan, strict=True):
+            for part in parts:
+                yield part.piece(tensor.detach())
+
+    def _weights(self) -> list[tuple[torch.Tensor, Weight]]:
+        """Return the weights of this rank. A tied output layer comes first: an engine gets the embedding early."""
+        weights = [pair for pair in local_weights(self._chunks, self._model) if self._tower or not pair[1].tower]
+        return sorted(weights, key=lambda pair: not pair[1].tied)
+
+    def _replicas_of(self, weight: Weight) -> _Replicas:
+        return self._replicas[weight.expert is not None, weight.split == REPLICATED]
+
+    def _rows_of_first_stage(self) -> float:
+        """Return the share of the rows of a tied embedding that the first pipeline stage sends. The last one also has
+        the embedding, and sends the other rows, so that both send the same number of bytes if possible.
+        """
+        stages = parallel_state.get_pipeline_model_parallel_group()
+        if stages.size() == 1 or not self._model.tied:
+            return 1.0
+        tied = others = 0.0
+        for tensor, weight in self._weights():
+            share = self._replicas_of(weight).share(tensor.nbytes)
+            tied, others = (tied + share, others) if weight.vocabulary else (tied, others + share)
+        by_stage: list[tuple[float, float]] = [(0.0, 0.0)] * stages.size()
+        dist.all_gather_object(by_stage, (tied, others), group=stages)
+        (embedding, first), (copy, last) = by_stage[0], by_stage[-1]
+        if not copy:  # a reward model has a score head instead
+            return 1.0
+        return min(max((last - first + embedding) / (2 * embedding), 0.0), 1.0)
+
+    def _parts(self, tensor: torch.Tensor, weight: Weight, first: float) -> Iterator[_Part]:
+        """Yield the parts of a parameter that this rank sends.
+
+        Args:
+            first: result of ``_rows_of_first_stage``.
+        """
+        expert = own_expert(weight)
+        row_bytes = tensor[:1].nbytes
+        for name, held in zip(expert_sources(weight.sources, expert), _held_rows(tensor, weight, self._model)):
+            for run in _runs(held):
+                cut = round(first * len(run)) if weight.vocabulary and self._model.tied else len(run)
+                run = run[cut:] if weight.tied else run[:cut]
+                own = self._replicas_of(weight).take(len(run), row_bytes)
+                if own:
+                    start = int(run[own.start])
+                    yield _part(name, tensor, weight, held[start : start + len(own)], (start, len(held)))
+
+
+def _replicas(expert: int, whole: int) -> _Replicas:
+    """Return the replicas of a kind of weight.
+
+    Args:
+        expert: 1 for weights of experts.
+        whole: 1 for weights that are not split over tensor-parallel ranks.
+    """
+    if expert:
+        group = parallel_state.get_expert_data_parallel_group()
+        split = parallel_state.get_expert_tensor_parallel_group()
+    else:
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        split = parallel_state.get_tensor_model_parallel_group()
+    if whole:
+        # Tensor-parallel ranks come first, so that the ranks that send parts of split tensors send these as well.
+        return _Replicas(group.rank() * split.size() + split.rank(), group.size() * split.size())
+    return _Replicas(group.rank(), group.size())
+
+
+def _held_rows(tensor: torch.Tensor, weight: Weight, model: ModelDescription) -> Sequence[np.ndarray]:
+    """Return for each Hugging Face tensor of a parameter the local index of each of its rows, or -1.
+
+    Rows are columns if the stored tensor is transposed. Padding of the vocabulary is left out.
+    """
+    group = split_group(weight)
+    ranks = 1 if weight.split in (REPLICATED, COLUMNS) else group.size()
+    local = torch.full((len(tensor) * ranks,), -1)
+    local[shard(torch.arange(len(local)), weight.split, group.rank(), ranks, model)] = torch.arange(len(tensor))
+    parts = [part.numpy() for part in separate(local, weight, model)]
+    return [part[: model.vocabulary] for part in parts] if weight.vocabulary else parts
+
+
+def _runs(held: np.ndarray) -> list[np.ndarray]:
+    """Return the runs of consecutive rows of a Hugging Face tensor that this rank holds."""
+    rows = np.flatnonzero(held >= 0)
+    return np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
+
+
+def _part(name: str, tensor: torch.Tensor, weight: Weight, local: np.ndarray, position: tuple[int, int]) -> _Part:
+    """Return the part with consecutive rows of a Hugging Face tensor.
+
+    Args:
+        local: rows in the parameter.
+        position: first row in the Hugging Face tensor, and number of its rows.
+    """
+    start, whole = [0] * tensor.dim(), list(tensor.shape)
+    start[0], whole[0] = position
+    if weight.split == COLUMNS:
+        group = split_group(weight)
+        start[1], whole[1] = group.rank() * tensor.size(1), group.size() * tensor.size(1)
+    shape = [len(local), *tensor.shape[1:]]
+    transposed = weight.interleaved and tensor.dim() == 2
+    if transposed:
+        start, whole, shape = start[::-1], whole[::-1], shape[::-1]
+    stacked = STACKED_EXPERT.fullmatch(name)
+    if stacked:
+        name = stacked[1]
+        start, whole, shape = [int(stacked[2]), *start], [weight.experts, *whole], [1, *shape]
+    region = None if shape == whole else Region(tuple(start), tuple(whole))
+    consecutive = bool((np.diff(local) == 1).all())
+    rows = slice(int(local[0]), int(local[-1]) + 1) if consecutive else torch.from_numpy(local).to(tensor.device)
+    return _Part(name, region, rows, transposed, stacked is not None)
