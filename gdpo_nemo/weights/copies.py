@@ -91,14 +91,14 @@ class RankCopy:
             self._spare = torch.empty(nbytes, dtype=torch.uint8)
         return self._spare[:nbytes].zero_()
 
-    def full(self) -> Iterator[torch.Tensor]:
-        """Yield the buckets, uint8 [bytes], on the device of the weights."""
-        return self._copies.on_device()
+    def messages(self, difference: bool) -> Iterator[torch.Tensor]:
+        """Yield the message of each bucket, uint8 [bytes], in host memory.
 
-    def difference(self) -> Iterator[torch.Tensor]:
-        """Yield the message of each bucket, uint8 [bytes], on the device of the weights."""
+        Args:
+            difference: False to yield the buckets in full.
+        """
         for bucket, message in zip(self._copies.in_host_memory(), self._messages, strict=True):
-            yield (bucket if message is None else message).to(self._device)
+            yield message if difference and message is not None else bucket
 
 
 def encoded(bucket: Bucket, new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor | None, int]:

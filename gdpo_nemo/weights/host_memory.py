@@ -72,11 +72,6 @@ class HostCopies:
             copy.copy_(buffer, non_blocking=True)
         buffer.record_stream(self._stream)  # prevents reuse of the memory during the copy
 
-    def on_device(self) -> Iterator[torch.Tensor]:
-        """Yield the buffers again, on their device. Buffers of a CPU are not copied."""
-        for copy in self.in_host_memory():
-            yield copy.to(self._device, non_blocking=True)
-
     def in_host_memory(self) -> Iterator[torch.Tensor]:
         """Yield the copies, uint8 [bytes]."""
         if self._stream is not None:

@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from gdpo_nemo.cluster.fleet import EngineFleet
+from gdpo_nemo.cluster.policy_group import PolicyGroup
 from gdpo_nemo.cluster.session import ray
 from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
 from gdpo_nemo.models.hf_folder import open_weights, weight_names
-from gdpo_nemo.weights.manifest import pack
-from gdpo_nemo.weights.transports.memory import MemoryTransport
+from gdpo_nemo.weights.manifest import Manifest, pack
+from gdpo_nemo.weights.transports.base import Transport
+from gdpo_nemo.weights.transports.memory import MemoryReceiver, MemoryTransport
 
 PROMPT = 40
 LONG = Sampling(1.0, 1.0, -1, 80)
@@ -34,7 +37,16 @@ class Drawn(NamedTuple):
     """The largest difference of each span's log-probs from the scores of its own version."""
 
 
-class FolderWeights(MemoryTransport):
+def packed(policy: PolicyGroup, version: int) -> tuple[Manifest, np.ndarray]:
+    """Return the policy's weights as one buffer."""
+    transport = MemoryTransport(policy)
+    transport.prepare(version)
+    receiver, stored = transport.receiver(0, transport.store(False))
+    with receiver.opened(transport.manifest, True, *ray.get(list(stored))) as opened:
+        return pack(opened.receive(transport.manifest, torch.device("cpu"), 0), version)
+
+
+class FolderWeights(Transport):
     """The weights of a folder times a factor. With these weights, the model rarely samples the EOS token."""
 
     def __init__(self, folder: Path, factor: float):
@@ -48,6 +60,11 @@ class FolderWeights(MemoryTransport):
         tensors[_EMBEDDING][_EOS] = 0.0  # the output layer is tied to the embedding
         manifest, buffer = pack(tensors.items(), version)
         self.manifest, self.buffer = ray.put(manifest), ray.put(buffer)
+
+    def send(self, engines):
+        """Make each engine load from the buffer."""
+        receiver = MemoryReceiver()
+        return [engine.update_weights.remote(self.manifest, receiver, self.buffer) for engine in engines.values()], []
 
 
 def across_update(fleet: EngineFleet, folder: Path, kv: str, versions: count[int]) -> list[Drawn]:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from across_update import across_update
+from across_update import across_update, packed
 
 from gdpo_nemo.cluster import engine_actor, reservation as placement
 from gdpo_nemo.cluster.fleet import EngineFleet
@@ -35,7 +35,6 @@ from gdpo_nemo.utils.errors import RunError
 from gdpo_nemo.weights.manifest import PeerLost, pack
 from gdpo_nemo.weights.transports.base import Receiver, make_transport
 from gdpo_nemo.weights.transports.ipc import IpcReceiver
-from gdpo_nemo.weights.transports.memory import MemoryTransport
 
 pytestmark = pytest.mark.slow
 
@@ -96,13 +95,6 @@ def train_once(policy: PolicyGroup, learning_rate_sign: float = 1.0) -> None:
         weight=1 / 12,
     )
     policy.train([sequence], LossSettings())
-
-
-def packed(policy: PolicyGroup, version: int):
-    """(manifest, buffer) of the policy's weights."""
-    transport = MemoryTransport(policy)
-    transport.prepare(version)
-    return ray.get([transport.manifest, transport.buffer])
 
 
 def same(left, right) -> bool:
@@ -216,10 +208,10 @@ def test_adapter_updates_give_the_engines_the_merged_weights_on_every_transport(
         assert WeightSync(adapted, parts.fleet, parts.sync_check, transport).publish(version)["parity/probe"] < 1e-5
         drawn.append(draw(parts.fleet, wanted))
         assert same(drawn[0], drawn[-1]) and not same(before, drawn[-1]) and drawn[-1].version == version
-    manifest = ray.get(transport.manifest)
+    manifest = transport.manifest
     assert manifest.nbytes < (digit_model / "model.safetensors").stat().st_size / 10
     files = {path.name for path in (tmp_path / "weights" / "version_32").iterdir()}
-    assert files == {"adapter_config.json", "adapter_model.safetensors"}
+    assert files == {"adapter_config.json", "adapter_model.safetensors", "full_00000.bin"}
 
     lost = type(manifest)(33, manifest.entries[2:], manifest.adapters)
     with pytest.raises(RunError, match="2 tensors missing, for instance base_model.model.model.layers.0"):

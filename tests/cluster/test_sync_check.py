@@ -9,17 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from across_update import packed
 
 from gdpo_nemo.algorithms import LossSettings
 from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.cluster.policy_group import PolicyGroup
-from gdpo_nemo.cluster.session import gather, ray, session
+from gdpo_nemo.cluster.session import gather, session
 from gdpo_nemo.cluster.weight_sync import LEAST, SyncCheck, WeightSync
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.utils.errors import RunError
 from gdpo_nemo.weights.manifest import pack, unpack
-from gdpo_nemo.weights.transports.memory import MemoryReceiver, MemoryTransport
+from gdpo_nemo.weights.transports.memory import MemoryReceiver
 
 pytestmark = pytest.mark.slow
 
@@ -49,9 +50,7 @@ class Stage:
         self.new = self.weights()
 
     def weights(self) -> Weights:
-        transport = MemoryTransport(self.policy)
-        transport.prepare(1)
-        manifest, buffer = ray.get([transport.manifest, transport.buffer])
+        manifest, buffer = packed(self.policy, 1)
         return {name: tensor.clone() for name, tensor in unpack(manifest, buffer)}
 
     def _train(self) -> None:

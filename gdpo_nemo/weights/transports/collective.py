@@ -153,12 +153,13 @@ class CollectiveSender(ShardSender):
 
     def send_copy(self, difference: bool) -> None:
         """Broadcast the copied weights, in full or as a difference. Call ``open`` first."""
-        self._send(self.messages(difference))
+        device = self.device()
+        self._send(message.to(device, non_blocking=True) for message in self.messages(difference))
 
     def messages(self, difference: bool) -> Iterator[torch.Tensor]:
-        """Yield the copied buckets, in full or as a difference."""
+        """Yield the copied buckets in host memory, in full or as a difference."""
         if self.copy is None and self._kept is not None:
-            return self._kept.on_device()
+            return self._kept.in_host_memory()
         return super().messages(difference)
 
     def close(self, members: str) -> None:

@@ -1,4 +1,4 @@
-"""Transport through safetensors files in a folder that all nodes share. Every engine reads all files.
+"""Transport through files in a folder that all nodes share. Each rank writes a file, and every engine reads all files.
 
 If an update consists of adapters, PEFT can load the folder of the update.
 """
@@ -7,147 +7,117 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from gdpo_nemo.models.hf_folder import save_tensors
 from gdpo_nemo.utils.errors import RunError
 from gdpo_nemo.weights.adapters import write_adapter
-from gdpo_nemo.weights.manifest import Manifest, group_entries, pack, unpack
-from gdpo_nemo.weights.transports.base import Receiver, Sender, Tensors, Transport
-from gdpo_nemo.weights.transports.memory import MemoryReceiver
+from gdpo_nemo.weights.manifest import Manifest, divide
+from gdpo_nemo.weights.transports.base import Receiver
+from gdpo_nemo.weights.transports.memory import MessageReceiver, StoredTransport, message_sizes
+from gdpo_nemo.weights.transports.shards import ShardSender
 
 
-class FolderTransport(Transport):
-    """Transport through safetensors files in a shared folder. The newest version remains until the next ``prepare``."""
+class FolderSender(ShardSender):
+    """Sender that writes the messages of a rank."""
 
+    def write(self, prefix: str, version: int, bucket_bytes: int, difference: bool) -> None:
+        """Write the rank's messages one after the other. Adapters are also written in PEFT's format.
+
+        The file is written under a temporary name, and renamed when it is complete.
+
+        Raises:
+            RunError: if the file could not be written.
+        """
+        path = Path(_file(prefix, self.rank))
+        temporary = path.with_suffix(".writing")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(temporary, "wb") as file:
+                for message in self.messages(difference):
+                    file.write(memoryview(message.numpy()))
+            if self.policy.adapters is not None:
+                buckets = zip(self.buckets(version, bucket_bytes), self.messages(False))
+                matrices = chain.from_iterable(bucket.views(message) for bucket, message in buckets)
+                write_adapter(path.parent, dict(matrices), self.policy.adapters)
+            temporary.rename(path)
+        except OSError as error:
+            raise RunError(f"weight update {version} could not be written to {path.parent}: {error}") from error
+
+
+class FolderTransport(StoredTransport):
+    """Transport through files in a shared folder. The newest version remains until the next ``prepare``."""
+
+    sender = FolderSender
     _version: Path | None = None
 
     def prepare(self, version: int) -> None:
-        """Write the weights from rank 0, and remove the previous version."""
+        """Write the weights, and remove the previous version."""
         previous = self._version
         self._version = self.options.folder / f"version_{version}"
-        staged = self.policy.start_sender(FolderSender, "stage_weights", version)
-        self.policy.wait(staged, "exporting weights")
-        self.manifest = staged[0]
-        written = self.policy.start_sender(
-            FolderSender, "write", str(self._version), self.options.bucket_bytes, ranks=[0]
-        )
-        self.policy.wait(written, f"writing {self._version}")
+        shutil.rmtree(self._version, ignore_errors=True)  # of a run that was stopped
+        super().prepare(version)
         if previous not in (None, self._version):
             shutil.rmtree(previous, ignore_errors=True)
 
-    def send(self, engines: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
-        """Make each engine read the files. The policy does not take part."""
-        receiver = FolderReceiver(str(self._version))
-        return [engine.update_weights.remote(self.manifest, receiver) for engine in engines.values()], []
+    def store(self, difference: bool) -> str:
+        """Write the messages of each rank, and return the common beginning of the files' names."""
+        prefix = f"{self._version}/{'difference' if difference else 'full'}_"
+        version = self.manifest.version
+        written = self.policy.start_sender(
+            self.sender, "write", prefix, version, self.bucket_bytes, difference, ranks=self.manifest.ranks
+        )
+        self.policy.wait(written, f"writing {self._version}")
+        return prefix
+
+    def receiver(self, engine: int, stored: str) -> tuple[Receiver, Sequence[Any]]:
+        """Return the receiver, which needs no additional arguments."""
+        return FolderReceiver(engine, self.bucket_bytes, prefix=stored), ()
 
     def close(self) -> None:
         """Remove the folder with the files."""
         shutil.rmtree(self.options.folder, ignore_errors=True)
 
 
-class FolderSender(Sender):
-    """Sender that packs the weights on rank 0 before it writes them. Other ranks do not wait for the disk."""
-
-    _staged: tuple[Manifest, np.ndarray] | None = None
-    """Packed weights of the newest version on rank 0."""
-
-    def stage_weights(self, version: int) -> Manifest | None:
-        """Pack the weights on rank 0, and keep them until the next version.
-
-        Returns:
-            The manifest on rank 0, and None on other ranks.
-        """
-        with self.gathered() as tensors:
-            if self.rank:
-                return None
-            memory = self._staged[1] if self._staged else None
-            self._staged = pack(tensors, version, self.policy.adapters, memory)
-        return self._staged[0]
-
-    def write(self, folder: str, bucket_bytes: int) -> None:
-        """Write the weights that ``stage_weights`` has packed.
-
-        Raises:
-            RunError: if ``stage_weights`` was not called, or if the weights could not be written.
-        """
-        if self._staged is None:
-            raise RunError("no weights were staged; call stage_weights before write")
-        write(folder, *self._staged, bucket_bytes)
-
-
-def write(folder: str | Path, manifest: Manifest, buffer: np.ndarray, bucket_bytes: int) -> None:
-    """Write an update as ``00000.safetensors``, ``00001.safetensors`` and so on.
-
-    A file contains tensors of at most ``bucket_bytes``, or a single larger tensor. Adapters are written to one file.
-    The files are written to a temporary folder, which is renamed to ``folder`` when it is complete.
-
-    Raises:
-        RunError: if the update could not be written.
-    """
-    final = Path(folder)
-    temporary = Path(f"{folder}.writing")
-    tensors = dict(unpack(manifest, buffer))
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(final, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        if manifest.adapters is not None:
-            write_adapter(temporary, tensors, manifest.adapters)
-        else:
-            for number, bucket in enumerate(group_entries(manifest.entries, bucket_bytes)):
-                save_tensors({e.name: tensors[e.name] for e in bucket}, temporary / f"{number:05d}.safetensors")
-        temporary.rename(final)
-    except OSError as error:
-        raise RunError(f"weight update {manifest.version} could not be written to {folder}: {error}") from error
+def _file(prefix: str, rank: int) -> str:
+    return f"{prefix}{rank:05d}.bin"
 
 
 @dataclass(frozen=True)
-class FolderReceiver(Receiver):
+class FolderReceiver(MessageReceiver):
     """Receiver that reads the files of an update."""
 
-    path: str
-    """Folder with the files of the version."""
+    prefix: str = ""
+    """Common beginning of the files' names."""
 
     @contextlib.contextmanager
     def opened(self, manifest: Manifest, in_process: bool, *data: Any) -> Iterator[Receiver]:
-        """Read the files once per engine, and provide a receiver that reads from memory."""
-        with MemoryReceiver().opened(manifest, in_process, self.read(manifest)) as receiver:
-            yield receiver
-
-    def receive(self, manifest: Manifest, device: torch.device, worker: int) -> Tensors:
-        """Yield the verified tensors from the files."""
-        return unpack(manifest, self.read(manifest))
-
-    def read(self, manifest: Manifest) -> np.ndarray:
-        """Read an update into a buffer with the layout of the manifest, uint8 [bytes].
+        """Read the files once per engine, and provide a receiver that reads from memory.
 
         Raises:
-            RunError: if files or tensors are missing, for example because the node does not share the folder.
+            RunError: if a file is missing or incomplete, for example because the node does not share the folder.
         """
-        from safetensors import SafetensorError, safe_open
+        buckets = divide(manifest, self.bucket_bytes)
+        sizes: dict[int, list[int]] = {rank: [] for rank in manifest.ranks}
+        for bucket, size in zip(buckets, message_sizes(manifest, buckets), strict=True):
+            sizes[bucket.rank].append(size)
+        messages = [_read(_file(self.prefix, rank), of_rank, manifest.version) for rank, of_rank in sizes.items()]
+        receiver = MessageReceiver(self.engine, self.bucket_bytes)
+        with receiver.opened(manifest, in_process, *messages) as opened:
+            yield opened
 
-        buffer = np.zeros(manifest.nbytes, np.uint8)
-        unread = {entry.name: entry for entry in manifest.entries}
-        try:
-            for file in sorted(Path(self.path).glob("*.safetensors")):
-                with safe_open(file, framework="pt") as shard:
-                    for name in shard.keys():  # noqa: SIM118 - a shard is not a dictionary
-                        entry = unread.pop(name)
-                        data = shard.get_tensor(name).contiguous().flatten().view(torch.uint8).numpy()
-                        buffer[entry.offset : entry.offset + entry.nbytes] = data
-        except (OSError, KeyError, ValueError, SafetensorError) as error:
-            raise RunError(f"weight update {manifest.version}: {self.path} cannot be read ({error})") from error
-        if unread:
-            examples = ", ".join(sorted(unread)[:3])
-            raise RunError(
-                f"weight update {manifest.version}: {len(unread)} tensors are not in {self.path}, for instance "
-                f"{examples}"
-            )
-        return buffer
+
+def _read(path: str, sizes: Sequence[int], version: int) -> list[np.ndarray]:
+    """Return the messages in a file, uint8 [bytes] each."""
+    try:
+        flat = np.fromfile(path, np.uint8)
+    except OSError as error:
+        raise RunError(f"weight update {version}: {path} cannot be read ({error})") from error
+    if flat.nbytes != sum(sizes):
+        raise RunError(f"weight update {version}: {path} has {flat.nbytes} of {sum(sizes)} bytes")
+    return np.split(flat, np.cumsum(sizes)[:-1])

@@ -162,6 +162,6 @@ class ShardSender(Sender):
         return device
 
     def messages(self, difference: bool) -> Iterator[torch.Tensor]:
-        """Yield the copied buckets, in full or as a difference."""
+        """Yield the copied buckets in host memory, in full or as a difference."""
         assert self.copy is not None
-        return self.copy.difference() if difference else self.copy.full()
+        return self.copy.messages(difference)
