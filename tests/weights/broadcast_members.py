@@ -9,6 +9,7 @@ import gc
 import multiprocessing
 import os
 import threading
+import zlib
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -31,12 +32,28 @@ def counts() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(set(os.listdir("/proc/self/task")) - theirs)
 
 
+def checksums(tensors) -> dict[str, int]:
+    """The checksum of each tensor's bytes."""
+    return {name: zlib.crc32(tensor.contiguous().view(torch.uint8).numpy()) for name, tensor in tensors}
+
+
+def _loaded(tensors, accident: str, at: int):
+    """Yield tensors until an accident happens before the tensor with the number ``at``."""
+    for number, pair in enumerate(tensors):
+        if accident and number == at:
+            if accident == "die":
+                os._exit(1)
+            raise RunError("a layer refuses a tensor")
+        yield pair
+
+
 def _serve(connection, workers: int) -> None:
     """An engine: does what it is told, in a thread for each of its worker processes."""
     torch.set_num_threads(1)
+    accidents = {}
 
     def receive(manifest, receiver, worker):
-        return {name: float(tensor.sum()) for name, tensor in receiver.receive(manifest, CPU, worker)}
+        return checksums(_loaded(receiver.receive(manifest, CPU, worker), *accidents.pop(worker, ("", 0))))
 
     with ThreadPoolExecutor(workers) as pool:
         pool.submit(int).result()  # its thread is there before threads are counted
@@ -44,9 +61,14 @@ def _serve(connection, workers: int) -> None:
             what, *arguments = connection.recv()
             try:
                 if what == "update":
-                    answer = list(pool.map(receive, *zip(*[(*arguments, worker) for worker in range(workers)])))
+                    calls = [pool.submit(receive, *arguments, worker) for worker in range(workers)]
+                    futures.wait(calls)
+                    answer = [call.result() for call in calls]
                 elif what == "close":
                     answer = [arguments[0].close(worker) for worker in range(workers)]
+                elif what == "accident":
+                    worker, accident, at = arguments
+                    answer = accidents.update({worker: (accident, at)})
                 else:
                     answer = (*counts(), sorted(broadcast_group._groups))
             except RunError as error:
@@ -63,11 +85,14 @@ class Actor:
         self.process.start()
         theirs.close()
         self.told = []
+        self.bases = []
+        """Version to which each update was a difference, or None."""
         self.update_weights = SimpleNamespace(remote=self._update)
         self.close_receiver = SimpleNamespace(remote=lambda receiver: self._ask("close", receiver))
 
     def _update(self, manifest, receiver):
         self.told.append(receiver)
+        self.bases.append(manifest.base and manifest.base.version)
         return self._ask("update", manifest, receiver)
 
     def _ask(self, *what):
@@ -78,6 +103,10 @@ class Actor:
         """To the oldest call not answered. Raises EOFError or ConnectionError where the process has died."""
         assert self.connection.poll(300), "an engine does not answer"
         return self.connection.recv()
+
+    def fail_at(self, worker: int, accident: str, at: int) -> None:
+        """Make a process of the next update ``die`` or ``raise`` before it gets the tensor with the number ``at``."""
+        self._ask("accident", worker, accident, at).answer()
 
     def counts(self) -> tuple[int, int, list[str]]:
         """Its open descriptors and threads, and by which names it stands in a group."""
@@ -101,16 +130,18 @@ class RankPolicy:
         self.rank = rank
         self.ranks = ranks
         self.value = 0.0
+        self.share = 1 / 16
+        """Share of the words that differ from the version before."""
         self.fails_at: int | None = None
         """Number of the piece whose reading fails, once."""
 
     def whole(self) -> dict[str, torch.Tensor]:
-        """All tensors of the current version. Less than a tenth of the words differ from the version before."""
+        """All tensors of the current version."""
         tensors = {}
-        for number in range(2 * self.ranks + 2):
-            tensor = torch.full((8 * self.ranks, 100), float(number))
-            tensor[number % 8] = self.value
-            tensors[f"w{number}"] = tensor
+        for number in range(4 * self.ranks + 2):
+            tensor = torch.arange(800 * self.ranks, dtype=torch.int16).view(torch.bfloat16) + number
+            tensor[: int(self.share * len(tensor))] = self.value
+            tensors[f"w{number}"] = tensor.view(-1, 100)
         return tensors
 
     def pieces(self):
@@ -138,14 +169,15 @@ class Policy:
         self._pools = [ThreadPoolExecutor(1) for _ in self.ranks]
         self._senders = {}
 
-    def train(self, value: float) -> None:
+    def train(self, value: float, share: float = 1 / 16) -> None:
         """Change the weights of all ranks."""
         for rank in self.ranks:
             rank.value = value
+            rank.share = share
 
-    def whole(self) -> dict[str, float]:
-        """The sum of each tensor."""
-        return {name: float(tensor.sum()) for name, tensor in self.ranks[0].whole().items()}
+    def whole(self) -> dict[str, int]:
+        """The checksum of each tensor."""
+        return checksums(self.ranks[0].whole().items())
 
     def sender(self, sender, rank: int):
         """The sender of a rank, made when it is first needed."""

@@ -10,10 +10,10 @@ import time
 import pytest
 from broadcast_members import Actor, Policy, counts
 
-from gdpo_nemo.weights.broadcast_group import Meeting, joined_group
+from gdpo_nemo.weights.broadcast_group import BroadcastGroup, Meeting, joined_group
 from gdpo_nemo.weights.manifest import PeerLost
 from gdpo_nemo.weights.transports.base import TransportOptions
-from gdpo_nemo.weights.transports.collective import GlooTransport
+from gdpo_nemo.weights.transports.collective import GlooSender, GlooTransport
 
 pytestmark = pytest.mark.slow
 
@@ -119,6 +119,119 @@ def test_replacement_gets_the_stored_weights_and_joins_the_next_update():
         assert updates[0].answer() == [whole] != [run.policy.whole()]
         second = run.publish(engines)
         assert first != second == run.publish(engines)
+
+
+def test_every_rank_sends_its_pieces_only(monkeypatch):
+    """The bytes of two ranks are almost equal, and together those of the model once."""
+    sent: dict[str, list[int]] = {}
+
+    def broadcast(group, buffer, original=BroadcastGroup.broadcast):
+        sent.setdefault(group.meeting.name, []).append(buffer.nbytes)
+        return original(group, buffer)
+
+    monkeypatch.setattr(BroadcastGroup, "broadcast", broadcast)
+    with contextlib.ExitStack() as stack:
+        run = Run(stack, workers=2)
+        names = run.publish({0: run.engine(), 1: run.engine()})
+        nbytes = [sum(sent[name]) for name in names]
+        tensors = sum(tensor.nbytes for tensor in run.policy.ranks[0].whole().values())
+        assert len(sent) == 2 and max(nbytes) <= 1.01 * min(nbytes)
+        assert tensors <= sum(nbytes) <= 1.01 * tensors
+        assert run.transport.statistics["weights/sent_mib"] == sum(nbytes) / 2**20
+
+
+ACCIDENTS = [("raise", 0), ("die", 0), ("raise", 5), ("die", 5), ("raise", 9), ("die", 9)]
+"""What happens before a tensor of the update is loaded, out of ten."""
+
+
+@pytest.mark.parametrize("mode", ["full", "difference"])
+def test_failure_at_any_point_of_an_update_is_noticed_by_all_and_the_next_delivery_is_right(mode):
+    with contextlib.ExitStack() as stack:
+        run = Run(stack, workers=2, mode=mode)
+        engines = {0: run.engine(), 1: run.engine()}
+        run.publish(engines)
+        for number, (accident, at) in enumerate(ACCIDENTS):
+            engines[1].fail_at(number % 2, accident, at)
+            run.prepare()
+            (updates, sent) = run.start(engines)
+            assert [outcome(ref.result) for ref in sent] == [PeerLost, PeerLost]
+            assert isinstance(updates[0].answer(), PeerLost)
+            assert outcome(updates[1].answer) in (EOFError, ConnectionResetError, None)
+            if accident == "die":
+                engines[1].end()
+                engines[1] = run.engine()
+            run.deliver(engines)
+            assert engines[0].bases[-2:] == [run.version - 1 if mode == "difference" else None, None]
+            run.publish(engines)
+
+
+@pytest.mark.parametrize("at", [0, 3, 5])
+def test_rank_that_fails_ends_the_update_for_ranks_and_engines(run, at):
+    """Either of two ranks, of which each has six pieces."""
+    engines = {0: run.engine(), 1: run.engine()}
+    run.publish(engines)
+    for rank in (0, 1):
+        run.prepare()
+        run.policy.ranks[rank].fails_at = at
+        (updates, sent) = run.start(engines)
+        assert [outcome(ref.result) for ref in sent] == [RuntimeError if rank == r else PeerLost for r in (0, 1)]
+        assert [type(update.answer()) for update in updates] == [PeerLost, PeerLost]
+        run.deliver(engines)
+        run.publish(engines)
+
+
+def outcome(call):
+    """Return the class of the exception that a call raises, or None."""
+    try:
+        call()
+    except Exception as error:
+        return type(error)
+
+
+def test_differences_follow_a_full_update_and_replaced_engines_get_everything(run):
+    """All engines get all weights in a delivery to a replaced one. Differences go through the persistent groups."""
+    run = Run(run.stack, workers=2, mode="auto")
+    engines = {0: run.engine(), 1: run.engine()}
+    first = run.publish(engines)
+    full = run.transport.statistics
+    assert (full["weights/full"], full["weights/fallbacks"]) == (1, 0) and "weights/changed" not in full
+    for _ in range(3):
+        assert run.publish(engines) == first
+        found = run.transport.statistics
+        assert (found["weights/full"], found["weights/fallbacks"]) == (0, 0)
+        assert 0.05 < found["weights/changed"] < 0.07
+        assert found["weights/sent_mib"] < 0.2 * full["weights/sent_mib"]
+    assert engines[0].bases == [None, 1, 2, 3]
+    engines[1].end()
+    engines[1] = run.engine()
+    run.publish(engines)
+    found = run.transport.statistics
+    assert (found["weights/full"], found["weights/fallbacks"]) == (1, 1) and "weights/changed" in found
+    assert found["weights/sent_mib"] == full["weights/sent_mib"]
+    run.publish(engines)
+    run.deliver({1: engines[1]})
+    assert run.transport.statistics["weights/fallbacks"] == 1
+    run.publish(engines)
+    assert engines[0].bases[4:] == [None, 5, 6] and engines[1].bases == [None, 5, None, 6]
+
+
+def test_auto_stops_to_compare_when_differences_do_not_pay(run):
+    """After three in a row; neither a rank nor an engine keeps a copy then."""
+    run = Run(run.stack, mode="auto")
+    engines = {0: run.engine()}
+    run.publish(engines)
+    shares = [1.0, 1.0, 1 / 16, 1.0, 1.0, 1.0, 1 / 16, 1 / 16]
+    compared = []
+    for share in shares:
+        run.version += 1
+        run.policy.train(float(run.version), share)
+        run.transport.prepare(run.version)
+        run.deliver(engines)
+        compared.append("weights/changed" in run.transport.statistics)
+    assert compared == [True] * 6 + [False] * 2
+    assert engines[0].bases == [None, None, None, None, 4, None, None, None, None][: len(shares) + 1]
+    assert run.transport.manifest.keeper == ""
+    assert [run.policy.sender(GlooSender, rank).copy for rank in (0, 1)] == [None, None]
 
 
 def test_engine_that_dies_in_an_update_ends_it_for_all_and_the_others_continue(run):
