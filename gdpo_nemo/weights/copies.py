@@ -159,6 +159,10 @@ class EngineCopy:
         for bucket, message in zip(buckets, received, strict=True):
             buffer = message.to(device)
             if copies is None or manifest.base is None:
+                if message.nbytes != bucket.nbytes:
+                    raise RunError(
+                        f"weight update {manifest.version}: {message.nbytes} of {bucket.nbytes} bytes arrived"
+                    )
                 content = list(bucket.open(buffer))
             else:
                 buffer, content = self._patched(bucket, copies, buffer)

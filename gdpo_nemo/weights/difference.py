@@ -71,8 +71,6 @@ def apply(words: torch.Tensor, encoded: torch.Tensor) -> None:
     lengths = _lengths(words.numel(), torch.device("cpu"))
     sections = _Sections(encoded)
     counts = sections.take(blocks, torch.int32).to("cpu", torch.int64)
-    if bool(((counts < _IN_FULL) | (counts > lengths)).any()):
-        raise ValueError("a number of changed words is out of range")
     sparse = counts.where(counts < _DENSE, 0).clamp(min=0)
     dense = (counts >= _DENSE).nonzero().squeeze(1)
     in_full = counts == _IN_FULL
