@@ -109,19 +109,12 @@ def _by_part(tensor: torch.Tensor, groups: int, rows: Sequence[int]) -> list[tor
     return [part.flatten(0, 1) for part in tensor.unflatten(0, (groups, -1)).split(list(rows), 1)]
 
 
-def _by_query_group(tensor: torch.Tensor, model: ModelDescription, heads: Heads) -> torch.Tensor:
-    """Reorder the rows of a fused QKV tensor from [all q, all k, all v] to [q, k, v] for each query group.
+def _by_matrix(tensor: torch.Tensor, model: ModelDescription, heads: Heads) -> list[torch.Tensor]:
+    """Split the rows of Megatron's QKV tensor, which contains [q, k, v] for each query group, into q, k and v.
 
     With output gates, the folder stores each head's query followed by its gate, and Megatron all queries of a group
     followed by all of its gates.
     """
-    q, *others = tensor.split([heads.groups * rows for rows in _qkv_rows(model, heads)])
-    gated = _by_part(q, model.heads, [heads.size] * 2) if model.output_gate else [q]
-    return _by_group([*gated, *others], heads.groups)
-
-
-def _by_matrix(tensor: torch.Tensor, model: ModelDescription, heads: Heads) -> list[torch.Tensor]:
-    """Split the rows of Megatron's QKV tensor into q, k and v. This is the inverse of ``_by_query_group``."""
     rows, *others = _qkv_rows(model, heads)
     if not model.output_gate:
         return _by_part(tensor, heads.groups, (rows, *others))
@@ -129,18 +122,8 @@ def _by_matrix(tensor: torch.Tensor, model: ModelDescription, heads: Heads) -> l
     return [_by_group([q, gate], model.heads), k, v]
 
 
-def _delta_sections(tensor: torch.Tensor, model: ModelDescription) -> torch.Tensor:
-    """Reorder the rows of a gated delta net's input projections from a folder's order to ``DeltaSizes.sections``."""
-    sizes = model.delta
-    if not model.delta_by_key_head:
-        return tensor
-    heads, rows = sizes.key_heads, [count // sizes.key_heads for count in sizes.sections]
-    first, second = tensor.split([heads * sum(rows[:4]), heads * sum(rows[4:])])
-    return torch.cat([*_by_part(first, heads, rows[:4]), *_by_part(second, heads, rows[4:])])
-
-
 def _delta_projections(tensor: torch.Tensor, model: ModelDescription) -> list[torch.Tensor]:
-    """Split Megatron's input projection into the tensors of a folder. This is the inverse of ``_delta_sections``."""
+    """Split the rows of a gated delta net's input projection (``DeltaSizes.sections``) into the tensors of a folder."""
     sizes = model.delta
     parts = tensor.split(list(sizes.sections))
     if model.delta_by_key_head:
@@ -162,14 +145,8 @@ def separate(tensor: torch.Tensor, weight: Weight, model: ModelDescription) -> l
     return parts if len(parts) == len(weight.sources) else [torch.cat(parts)]
 
 
-def _as_rows(tensor: torch.Tensor, split: str) -> torch.Tensor:
-    """Return an expert's tensor of ``Weight.interleaved`` in the order of Megatron's parameter."""
-    tensor = tensor.t() if tensor.dim() == 2 else tensor
-    return torch.cat((tensor[::2], tensor[1::2])) if split == GATED_ROWS else tensor
-
-
 def _interleaved(tensor: torch.Tensor, split: str) -> torch.Tensor:
-    """Return the tensor that folders store. This is the inverse of ``_as_rows``."""
+    """Return the tensor that folders store for an expert with ``Weight.interleaved``."""
     if split == GATED_ROWS:
         tensor = torch.stack(tensor.chunk(2), 1).flatten(0, 1)
     return tensor.t() if tensor.dim() == 2 else tensor
@@ -204,13 +181,29 @@ def _sections(rows: int, split: str, model: ModelDescription) -> list[int] | Non
     return None
 
 
-def shard(tensor: torch.Tensor, split: str, rank: int, size: int, model: ModelDescription) -> torch.Tensor:
-    """Return the part of an unsharded Megatron tensor that a rank of ``size`` tensor-parallel ranks holds."""
-    if split == REPLICATED or size == 1:
-        return tensor
-    if sections := _sections(len(tensor), split, model):
-        return torch.cat([section.chunk(size)[rank] for section in tensor.split(sections)])
-    return tensor.chunk(size, dim=1 if split == COLUMNS else 0)[rank]
+def local_rows(parameter: torch.Tensor, weight: Weight, model: ModelDescription) -> list[torch.Tensor]:
+    """Return for each Hugging Face tensor of a parameter the local index of each of its rows, or -1.
+
+    The rows are columns of a stored tensor that is transposed.
+
+    Returns:
+        int64 [rows of the Hugging Face tensor], one for each name in ``weight.sources``, on the CPU.
+    """
+    group = split_group(weight)
+    ranks = 1 if weight.split in (REPLICATED, COLUMNS) else group.size()
+    unsharded = torch.arange(len(parameter) * ranks)
+    sections = unsharded.split(_sections(len(unsharded), weight.split, model) or len(unsharded))
+    rank = group.rank() if ranks > 1 else 0
+    local = torch.full_like(unsharded, -1)
+    local[torch.cat([section.chunk(ranks)[rank] for section in sections])] = torch.arange(len(parameter))
+    parts = separate(local, weight, model)
+    return [part[: model.vocabulary] for part in parts] if weight.vocabulary else parts
+
+
+def as_slice(rows: torch.Tensor) -> slice | torch.Tensor:
+    """Return an index as a slice if its rows are consecutive, so that the indexed tensor is a view."""
+    consecutive = bool((rows.diff() == 1).all())
+    return slice(int(rows[0]), int(rows[-1]) + 1) if consecutive else rows
 
 
 def _assemble(parts: list[torch.Tensor], split: str, model: ModelDescription) -> torch.Tensor:
@@ -241,26 +234,22 @@ def load_hf(chunks: list[torch.nn.Module], read: Callable[[str], torch.Tensor], 
         expert = own_expert(weight)
         sources = expert_sources(weight.sources, expert)
         tensor = _read(read, sources, weight.stacked, expert)
-        if weight.interleaved:
-            tensor = _as_rows(tensor, weight.split)
-        if weight.heads is not None:
-            _check_rows(tensor, weight.heads.groups * sum(_qkv_rows(model, weight.heads)), sources)
-            tensor = _by_query_group(tensor, model, weight.heads)
-        elif sections := _sections(len(tensor), weight.split, model):
-            _check_rows(tensor, sum(sections), sources)
-            if weight.split == DELTA_ROWS:
-                tensor = _delta_sections(tensor, model)
-        if weight.vocabulary:
-            tensor = torch.nn.functional.pad(tensor, (0, 0, 0, parameter.size(0) * group.size() - tensor.size(0)))
-        tensor = shard(tensor, weight.split, group.rank(), group.size(), model)
+        if weight.interleaved and tensor.dim() == 2:
+            tensor = tensor.t()
+        local = torch.cat(local_rows(parameter, weight, model))
+        if len(tensor) != len(local):
+            raise _shape_error(sources, tensor, (len(local), *tensor.shape[1:]))
+        if weight.split == COLUMNS:
+            tensor = tensor.chunk(group.size(), dim=1)[group.rank()]
+        stored = torch.full((len(parameter),), len(tensor))  # padding, unless the tensor has the row
+        own = (local >= 0).nonzero()[:, 0]
+        stored[local[own]] = own
+        if len(own) < len(parameter):
+            tensor = torch.nn.functional.pad(tensor, (0, 0, 0, 1))
+        tensor = tensor[as_slice(stored)]
         if tensor.shape != parameter.shape:
             raise _shape_error(sources, tensor, tuple(parameter.shape))
         parameter.copy_(tensor)
-
-
-def _check_rows(tensor: torch.Tensor, rows: int, sources: tuple[str, ...]) -> None:
-    if len(tensor) != rows:
-        raise _shape_error(sources, tensor, (rows, *tensor.shape[1:]))
 
 
 def _shape_error(sources: tuple[str, ...], tensor: torch.Tensor, expected: tuple[int, ...]) -> ValueError:

@@ -8,7 +8,7 @@ only, so each update reads the current values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,10 +17,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from transformers import PretrainedConfig
 
-from gdpo_nemo.megatron.conversion import expert_sources, local_weights, own_expert, separate, shard, split_group
+from gdpo_nemo.megatron.conversion import as_slice, expert_sources, local_rows, local_weights, own_expert, split_group
 from gdpo_nemo.megatron.model_config import description_of
 from gdpo_nemo.megatron.weight_map import STACKED_EXPERT, Weight
-from gdpo_nemo.models.description import ModelDescription
 from gdpo_nemo.models.weights import COLUMNS, REPLICATED
 from gdpo_nemo.weights.pieces import Piece, Region
 
@@ -37,14 +36,14 @@ class _Part:
     name: str
     region: Region | None
     rows: slice | torch.Tensor
-    """Rows of the parameter. An index (int64 [rows], on the parameter's device) if they are not consecutive."""
+    """Rows of the parameter, as an index on its device if they are not consecutive."""
     transposed: bool
     is_slice: bool
     """True if the piece belongs to one expert of a stacked tensor."""
 
     def piece(self, tensor: torch.Tensor) -> Piece:
         """Return the piece with the current values. It is a view of the parameter if the rows are consecutive."""
-        values = tensor[self.rows] if isinstance(self.rows, slice) else tensor.index_select(0, self.rows)
+        values = tensor[self.rows]
         values = values.t() if self.transposed else values
         return Piece(self.name, values[None] if self.is_slice else values, self.region)
 
@@ -79,6 +78,25 @@ class _Replicas:
         return range(*bounds[self._rank : self._rank + 2]) if self._rank < count else range(0)
 
 
+def _replicas(is_expert: bool, is_whole: bool) -> _Replicas:
+    """Return the replicas of a kind of weight.
+
+    Args:
+        is_expert: True for weights of experts.
+        is_whole: True for weights that are not split over tensor-parallel ranks.
+    """
+    if is_expert:
+        group = parallel_state.get_expert_data_parallel_group()
+        split = parallel_state.get_expert_tensor_parallel_group()
+    else:
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        split = parallel_state.get_tensor_model_parallel_group()
+    if not is_whole:
+        return _Replicas(group.rank(), group.size())
+    # Tensor-parallel ranks come first, so that the ranks that send parts of split tensors send these as well.
+    return _Replicas(group.rank() * split.size() + split.rank(), group.size() * split.size())
+
+
 class RankPieces:
     """Pieces that this rank sends. The constructor is collective.
 
@@ -90,8 +108,9 @@ class RankPieces:
         self._chunks = chunks
         self._model = description_of(config)
         self._tower = tower
-        self._replicas = {(expert, whole): _replicas(expert, whole) for expert in (0, 1) for whole in (0, 1)}
-        first = self._rows_of_first_stage()
+        kinds = [(is_expert, is_whole) for is_expert in (False, True) for is_whole in (False, True)]
+        self._replicas = {kind: _replicas(*kind) for kind in kinds}
+        first = self._share_of_first_stage()
         self._plan = [list(self._parts(tensor, weight, first)) for tensor, weight in self._weights()]
 
     def __iter__(self) -> Iterator[Piece]:
@@ -108,81 +127,43 @@ class RankPieces:
     def _replicas_of(self, weight: Weight) -> _Replicas:
         return self._replicas[weight.expert is not None, weight.split == REPLICATED]
 
-    def _rows_of_first_stage(self) -> float:
-        """Return the share of the rows of a tied embedding that the first pipeline stage sends. The last one also has
-        the embedding, and sends the other rows, so that both send the same number of bytes if possible.
+    def _share_of_first_stage(self) -> float:
+        """Return the share of a tied embedding that the first pipeline stage sends.
+
+        The last stage has a copy, and sends the other rows, so that both stages send the same number of bytes.
         """
         stages = parallel_state.get_pipeline_model_parallel_group()
         if stages.size() == 1 or not self._model.tied:
             return 1.0
-        tied = others = 0.0
+        shares = {True: 0.0, False: 0.0}
         for tensor, weight in self._weights():
-            share = self._replicas_of(weight).share(tensor.nbytes)
-            tied, others = (tied + share, others) if weight.vocabulary else (tied, others + share)
-        by_stage: list[tuple[float, float]] = [(0.0, 0.0)] * stages.size()
-        dist.all_gather_object(by_stage, (tied, others), group=stages)
-        (embedding, first), (copy, last) = by_stage[0], by_stage[-1]
-        if not copy:  # a reward model has a score head instead
+            shares[weight.vocabulary] += self._replicas_of(weight).share(tensor.nbytes)
+        by_stage = [shares] * stages.size()
+        dist.all_gather_object(by_stage, shares, group=stages)
+        first, last = by_stage[0], by_stage[-1]
+        if not last[True]:  # a reward model has a score head instead
             return 1.0
-        return min(max((last - first + embedding) / (2 * embedding), 0.0), 1.0)
+        return min(max((last[False] - first[False] + first[True]) / (2 * first[True]), 0.0), 1.0)
 
     def _parts(self, tensor: torch.Tensor, weight: Weight, first: float) -> Iterator[_Part]:
         """Yield the parts of a parameter that this rank sends.
 
         Args:
-            first: result of ``_rows_of_first_stage``.
+            first: result of ``_share_of_first_stage``.
         """
-        expert = own_expert(weight)
-        row_bytes = tensor[:1].nbytes
-        for name, held in zip(expert_sources(weight.sources, expert), _held_rows(tensor, weight, self._model)):
-            for run in _runs(held):
+        names = expert_sources(weight.sources, own_expert(weight))
+        for name, local in zip(names, local_rows(tensor, weight, self._model)):
+            held = np.flatnonzero(local >= 0)
+            for run in np.split(held, np.flatnonzero(np.diff(held) > 1) + 1):
                 cut = round(first * len(run)) if weight.vocabulary and self._model.tied else len(run)
                 run = run[cut:] if weight.tied else run[:cut]
-                own = self._replicas_of(weight).take(len(run), row_bytes)
+                own = self._replicas_of(weight).take(len(run), tensor[:1].nbytes)
                 if own:
                     start = int(run[own.start])
-                    yield _part(name, tensor, weight, held[start : start + len(own)], (start, len(held)))
+                    yield _part(name, tensor, weight, local[start : start + len(own)], (start, len(local)))
 
 
-def _replicas(expert: int, whole: int) -> _Replicas:
-    """Return the replicas of a kind of weight.
-
-    Args:
-        expert: 1 for weights of experts.
-        whole: 1 for weights that are not split over tensor-parallel ranks.
-    """
-    if expert:
-        group = parallel_state.get_expert_data_parallel_group()
-        split = parallel_state.get_expert_tensor_parallel_group()
-    else:
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        split = parallel_state.get_tensor_model_parallel_group()
-    if whole:
-        # Tensor-parallel ranks come first, so that the ranks that send parts of split tensors send these as well.
-        return _Replicas(group.rank() * split.size() + split.rank(), group.size() * split.size())
-    return _Replicas(group.rank(), group.size())
-
-
-def _held_rows(tensor: torch.Tensor, weight: Weight, model: ModelDescription) -> Sequence[np.ndarray]:
-    """Return for each Hugging Face tensor of a parameter the local index of each of its rows, or -1.
-
-    Rows are columns if the stored tensor is transposed. Padding of the vocabulary is left out.
-    """
-    group = split_group(weight)
-    ranks = 1 if weight.split in (REPLICATED, COLUMNS) else group.size()
-    local = torch.full((len(tensor) * ranks,), -1)
-    local[shard(torch.arange(len(local)), weight.split, group.rank(), ranks, model)] = torch.arange(len(tensor))
-    parts = [part.numpy() for part in separate(local, weight, model)]
-    return [part[: model.vocabulary] for part in parts] if weight.vocabulary else parts
-
-
-def _runs(held: np.ndarray) -> list[np.ndarray]:
-    """Return the runs of consecutive rows of a Hugging Face tensor that this rank holds."""
-    rows = np.flatnonzero(held >= 0)
-    return np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
-
-
-def _part(name: str, tensor: torch.Tensor, weight: Weight, local: np.ndarray, position: tuple[int, int]) -> _Part:
+def _part(name: str, tensor: torch.Tensor, weight: Weight, local: torch.Tensor, position: tuple[int, int]) -> _Part:
     """Return the part with consecutive rows of a Hugging Face tensor.
 
     Args:
@@ -203,6 +184,6 @@ def _part(name: str, tensor: torch.Tensor, weight: Weight, local: np.ndarray, po
         name = stacked[1]
         start, whole, shape = [int(stacked[2]), *start], [weight.experts, *whole], [1, *shape]
     region = None if shape == whole else Region(tuple(start), tuple(whole))
-    consecutive = bool((np.diff(local) == 1).all())
-    rows = slice(int(local[0]), int(local[-1]) + 1) if consecutive else torch.from_numpy(local).to(tensor.device)
+    rows = as_slice(local)
+    rows = rows if isinstance(rows, slice) else rows.to(tensor.device)
     return _Part(name, region, rows, transposed, stacked is not None)

@@ -45,6 +45,8 @@ class RankCopy:
     def __init__(self, device: torch.device):
         self._device = device
         self._copies = HostCopies(device)
+        self._spare = torch.empty(0, dtype=torch.uint8)
+        """Buffer for one bucket on a CPU. The first access to new memory takes longer than filling it."""
         self._is_complete = False
         self._messages: list[torch.Tensor | None] = []
         """Message of each bucket in host memory. None for buckets that are sent in full."""
@@ -66,7 +68,7 @@ class RankCopy:
         changed = 0
         self._copies.begin([bucket.nbytes for bucket in buckets])
         for bucket in buckets:
-            buffer = torch.zeros(bucket.nbytes, dtype=torch.uint8, device=self._device)
+            buffer = self._buffer(bucket.nbytes)
             bucket.fill(pieces, buffer)
             if compare and is_complete:
                 message, count = encoded(bucket, buffer, self._copies.replaced())
@@ -80,6 +82,14 @@ class RankCopy:
             return None
         sizes = (b.nbytes if m is None else m.nbytes for b, m in zip(buckets, self._messages))
         return Changes(sum(bucket.tensor_bytes // 2 for bucket in buckets), changed, tuple(sizes))
+
+    def _buffer(self, nbytes: int) -> torch.Tensor:
+        """Return zeros, uint8 [nbytes], so that the padding of tensors does not change."""
+        if self._device.type != "cpu":  # the memory of the last buffer may still be read by a copy
+            return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+        if self._spare.nbytes < nbytes:
+            self._spare = torch.empty(nbytes, dtype=torch.uint8)
+        return self._spare[:nbytes].zero_()
 
     def full(self) -> Iterator[torch.Tensor]:
         """Yield the buckets, uint8 [bytes], on the device of the weights."""

@@ -31,7 +31,7 @@ def host_memory_like(tensors: Sequence[torch.Tensor], pinned: bool) -> list[torc
 
 
 class HostCopies:
-    """Copies of buffers in host memory, which the next sequence of buffers of the same sizes replaces one by one.
+    """Copies of buffers in host memory. The next sequence of buffers of the same sizes replaces them in order.
 
     Copies from a GPU go to pinned memory on a separate stream. Work that is queued afterwards on the current stream
     does not wait for them.

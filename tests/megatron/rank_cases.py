@@ -449,9 +449,6 @@ def update_names(place, folder, targets=(), train_tower=False) -> list[str]:
 
 def exported_at_once(place, folder) -> int:
     """The most tensors of an export that live at the same time."""
-    import gc
-    import weakref
-
     import torch
     from transformers import AutoConfig
 
@@ -460,14 +457,42 @@ def exported_at_once(place, folder) -> int:
 
     hf = AutoConfig.from_pretrained(folder)
     _, chunks = build_chunks(hf, place.layout, torch.float32)
+    with patch("gdpo_nemo.megatron.conversion._BATCH_BYTES", 1):
+        return most_alive((tensor for _, tensor in export_hf(chunks, hf)), lambda tensor: 1)
+
+
+def most_alive(tensors, size) -> int:
+    """The largest sum of sizes of those ``tensors`` that live at the same time."""
+    import gc
+    import weakref
+
     gc.collect()
     seen = []
     most = 0
-    with patch("gdpo_nemo.megatron.conversion._BATCH_BYTES", 1):
-        for _, tensor in export_hf(chunks, hf):
-            seen.append(weakref.ref(tensor))
-            most = max(most, sum(ref() is not None for ref in seen))
+    for tensor in tensors:
+        seen.append(weakref.ref(tensor))
+        most = max(most, sum(size(alive) for ref in seen if (alive := ref()) is not None))
     return most
+
+
+def bytes_sent(place, hf, cut_bytes) -> tuple[int, int, int]:
+    """Of a bfloat16 model: bytes that this rank sends, bytes of its largest piece, and the most bytes of pieces that
+    live at the same time outside of the weights."""
+    import torch
+
+    from gdpo_nemo.megatron.model import build_chunks
+    from gdpo_nemo.megatron.pieces import RankPieces
+
+    _, chunks = build_chunks(hf, place.layout, torch.bfloat16)
+    weights = {parameter.untyped_storage().data_ptr() for chunk in chunks for parameter in chunk.parameters()}
+
+    def copied(tensor):
+        return 0 if tensor.untyped_storage().data_ptr() in weights else tensor.nbytes
+
+    with patch("gdpo_nemo.megatron.pieces._CUT_BYTES", cut_bytes):
+        pieces = RankPieces(chunks, hf, tower=True)
+    sizes = [values.nbytes for _, values, _ in pieces]
+    return sum(sizes), max(sizes), most_alive((values for _, values, _ in pieces), copied)
 
 
 def token_values(place, logits, targets, options, gradients):

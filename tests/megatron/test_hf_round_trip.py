@@ -23,12 +23,16 @@ from gdpo_nemo.weights.manifest import weight_metadata
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("layout", ["TP1", "TP2", "PP2", "PP2+SHORTHEAD"])
+DENSE = ["TP1", "TP2", "PP2", "PP2+SHORTHEAD", "DP2", "TP2xPP2+SP", "TP2xDP2", "CP4", "PP2xVPP2"]
+MIXTURE = ["TP1", "TP2+SP", "TP2xEP2xETP1+SP", "DP2xEP2", "PP2", "DP2", "TP2xDP2xEP2+SP", "DP4xEP2", "PP2xDP2xEP2"]
+
+
+@pytest.mark.parametrize("layout", DENSE)
 def test_round_trip_is_bit_exact(on_ranks, model_folder, layout):
     check({name: model_folder(name) for name in (*tiny_models.DENSE, *tiny_vision.KINDS)}, on_ranks, layout)
 
 
-@pytest.mark.parametrize("layout", ["TP1", "TP2+SP", "TP2xEP2xETP1+SP", "DP2xEP2", "PP2"])
+@pytest.mark.parametrize("layout", MIXTURE)
 def test_round_trip_of_experts_is_bit_exact(on_ranks, model_folder, layout):
     """The experts in several batches of several tensors, the last of which is not full."""
     names = [name for name in tiny_models.MIXTURES if fitting(layout, name) == layout]
@@ -95,6 +99,40 @@ def test_an_export_never_holds_the_whole_model(on_ranks, model_folder, layout):
     """With a tensor a batch, two at a time: the one that is handed out while the next is made, and its neighbour of a
     fused matrix."""
     assert max(on_ranks(layout, rank_cases.exported_at_once, model_folder("qwen2"))) <= 4
+
+
+SCALED = {
+    # Half a billion parameters with a tied embedding, and 7 and 30 billion parameters, at an eighth of their widths.
+    "qwen2.5-0.5b": dict(
+        model_type="qwen2", hidden_size=112, intermediate_size=608, num_hidden_layers=24, num_attention_heads=14,
+        num_key_value_heads=2, vocab_size=18992, tie_word_embeddings=True,
+    ),
+    "qwen2.5-7b": dict(
+        model_type="qwen2", hidden_size=448, intermediate_size=2368, num_hidden_layers=28, num_attention_heads=28,
+        num_key_value_heads=4, vocab_size=19008, tie_word_embeddings=False,
+    ),
+    # Fewer experts and layers, in the same ratio to the vocabulary.
+    "qwen3-30b-a3b": dict(
+        model_type="qwen3_moe", hidden_size=256, moe_intermediate_size=96, num_hidden_layers=12, num_experts=32,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=16, vocab_size=1192, tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "layout, model",
+    [("DP4", "qwen2.5-0.5b"), ("TP2xPP2", "qwen2.5-0.5b"), ("DP4", "qwen2.5-7b"), ("TP2xPP2", "qwen2.5-7b"),
+     ("DP4xEP4", "qwen3-30b-a3b"), ("DP4xEP2", "qwen3-30b-a3b")],
+)  # fmt: skip
+def test_every_rank_sends_about_its_share_and_copies_one_piece_at_a_time(on_ranks, layout, model):
+    from transformers import AutoConfig
+
+    found = on_ranks(layout, rank_cases.bytes_sent, AutoConfig.for_model(**SCALED[model]), (16 << 20) // 64)
+    sent, largest, copied = zip(*found)
+    share = sum(sent) / len(sent)
+    print(f"| {model} | {layout} | {sum(sent):,} | {sent[0] / share:.3f} | {max(sent) / share:.3f} |")
+    assert max(sent) <= 1.2 * share
+    assert all(most <= 2 * piece for most, piece in zip(copied, largest))
 
 
 def check(folders, on_ranks, layout, batch_bytes=256 << 20):
