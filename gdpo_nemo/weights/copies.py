@@ -100,6 +100,18 @@ class RankCopy:
         for bucket, message in zip(self._copies.in_host_memory(), self._messages, strict=True):
             yield message if difference and message is not None else bucket
 
+    def stream(self, buckets: Sequence[Bucket], pieces: Pieces) -> Iterator[torch.Tensor]:
+        """Copy the current weights without a comparison, and yield each bucket, uint8 [bytes], when it is copied."""
+        self._is_complete = False
+        self._messages = [None] * len(buckets)
+        self._copies.begin([bucket.nbytes for bucket in buckets])
+        for bucket in buckets:
+            buffer = torch.zeros(bucket.nbytes, dtype=torch.uint8, device=self._device)
+            bucket.fill(pieces, buffer)
+            self._copies.add(buffer)
+            yield buffer
+        self._is_complete = True
+
 
 def encoded(bucket: Bucket, new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor | None, int]:
     """Return (message from which ``patch`` makes ``new`` from ``old``, uint8 [bytes]; number of changed words).

@@ -88,10 +88,12 @@ class Manifest:
         expected_names = set(expected)
         if missing.keys().isdisjoint(frozen):
             expected_names -= set(frozen)
+        twice = {name for name, elements in missing.items() if elements < 0}
+        incomplete = {name for name, elements in missing.items() if elements > 0}
         for problem, wrong in (
-            ("twice", {name for name, elements in missing.items() if elements < 0}),
+            ("twice", twice),
             ("missing", expected_names - missing.keys()),
-            ("incomplete", {name for name, elements in missing.items() if elements > 0}),
+            ("incomplete", incomplete),
             ("unexpected", missing.keys() - expected_names),
         ):
             if wrong:

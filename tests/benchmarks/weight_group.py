@@ -1,4 +1,4 @@
-"""Seconds of a weight update by gloo through a group that stands, and through a new one each time.
+"""Seconds of a weight update by gloo through groups that stand, one for each rank, and through new ones each time.
 
     PYTHONPATH=tests/weights python tests/benchmarks/weight_group.py --engines 2 --parameters 1000000
 
@@ -27,19 +27,21 @@ class Model(RankPolicy):
     def pieces(self):
         """What is sent."""
         for number in range(8):
-            yield Piece(f"w{number}", torch.full((self.parameters // 8,), float(number)))
+            if number % self.ranks == self.rank:
+                yield Piece(f"w{number}", torch.full((self.parameters // 8,), float(number)))
 
 
 def main() -> None:
     """Print the median of both."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--parameters", type=int, default=1_000_000)
     parser.add_argument("--updates", type=int, default=20)
     options = parser.parse_args()
-    policy = Policy(1)
-    policy.ranks = [Model(0, 1)]
-    policy.ranks[0].parameters = options.parameters
+    policy = Policy(1, options.ranks)
+    policy.ranks = [Model(rank, options.ranks) for rank in range(options.ranks)]
+    Model.parameters = options.parameters
     transport = GlooTransport(policy, TransportOptions(bucket_bytes=256 << 20))
     engines = {number: Actor() for number in range(options.engines)}
     try:

@@ -5,6 +5,7 @@ Transport, sender and receivers are the real ones.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -53,7 +54,9 @@ def _serve(connection, workers: int) -> None:
     accidents = {}
 
     def receive(manifest, receiver, worker):
-        return checksums(_loaded(receiver.receive(manifest, CPU, worker), *accidents.pop(worker, ("", 0))))
+        # As the end of an engine's process would, even while the exception's traceback refers to the iterator.
+        with contextlib.closing(receiver.receive(manifest, CPU, worker)) as tensors:
+            return checksums(_loaded(tensors, *accidents.pop(worker, ("", 0))))
 
     with ThreadPoolExecutor(workers) as pool:
         pool.submit(int).result()  # its thread is there before threads are counted

@@ -6,6 +6,7 @@ import datetime
 import os
 import re
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,6 +34,9 @@ class RecordedNccl:
     fails_at: int | None = None
     """Number of the receivers' broadcast at which a member is lost."""
 
+    buffers: dict[int, list[weakref.ref]] = {}
+    """The buffers of a member, by thread."""
+
     def __init__(self, store: dist.Store, rank: int, size: int, options: dist.ProcessGroupNCCL.Options):
         assert isinstance(options, self.Options)
         self.rank = rank
@@ -40,6 +44,7 @@ class RecordedNccl:
         self.limit = options._timeout
         self.blocking = os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
         self.blocks = options.config.max_ctas
+        self.most_alive = 0
         self.port = getattr(store, "port", None)
         self.asked: list[tuple[str, int, torch.dtype]] = []
         self.aborts = 0
@@ -60,6 +65,9 @@ class RecordedNccl:
         return self._gloo.allreduce(tensors)
 
     def _ask(self, operation: str, tensor: torch.Tensor) -> None:
+        buffers = self.buffers.setdefault(threading.get_ident(), [])
+        buffers.append(weakref.ref(tensor))
+        self.most_alive = max(self.most_alive, sum(buffer() is not None for buffer in buffers))
         self.asked.append((operation, tensor.nbytes, tensor.dtype))
         self.orders.setdefault(threading.get_ident(), []).append((self.port, operation, tensor.nbytes))
 
@@ -74,6 +82,7 @@ def groups(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", RecordedNccl)
     monkeypatch.setattr(RecordedNccl, "made", [])
     monkeypatch.setattr(RecordedNccl, "orders", {})
+    monkeypatch.setattr(RecordedNccl, "buffers", {})
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
     return RecordedNccl.made
 
@@ -111,7 +120,7 @@ def test_members_of_two_groups_ask_in_one_order_across_the_groups(groups, monkey
     receiver = CollectiveReceiver(
         {rank: (server.meeting, True) for rank, server in enumerate(servers)}, 0, 1, BUCKET, 30
     )
-    found = [Received(receiver, manifest, worker, lambda pairs: len(list(pairs))) for worker in range(2)]
+    found = [Received(receiver, manifest, worker, lambda pairs: sum(1 for _ in pairs)) for worker in range(2)]
     with ThreadPoolExecutor(2) as pool:
         sent = []
         for rank in (1, 0):
@@ -126,6 +135,8 @@ def test_members_of_two_groups_ask_in_one_order_across_the_groups(groups, monkey
     assert sorted(RecordedNccl.orders.values()) == sorted([*of_senders, *2 * [expected + ends]])
     assert [port for port, *_ in expected][-3:] == [ports[0], ports[1], ports[1]]
     assert {group.blocks for group in groups} == {4} and len(groups) == 6
+    # One bucket in transfer for each sender, the next one, and the one that has just been loaded.
+    assert max(group.most_alive for group in groups if group.rank) <= len(servers) + 2 < len(expected) / 2
 
 
 @pytest.mark.parametrize("before", [None, "0"])

@@ -11,6 +11,7 @@ import pytest
 from broadcast_members import Actor, Policy, counts
 
 from gdpo_nemo.weights.broadcast_group import BroadcastGroup, Meeting, joined_group
+from gdpo_nemo.weights.copies import BaseMissing, RankCopy
 from gdpo_nemo.weights.manifest import PeerLost
 from gdpo_nemo.weights.transports.base import TransportOptions
 from gdpo_nemo.weights.transports.collective import GlooSender, GlooTransport
@@ -215,12 +216,46 @@ def test_differences_follow_a_full_update_and_replaced_engines_get_everything(ru
     assert engines[0].bases[4:] == [None, 5, 6] and engines[1].bases == [None, 5, None, 6]
 
 
+def test_difference_that_an_engine_cannot_apply_is_followed_by_all_weights(run, monkeypatch):
+    """Of three engines, the second one did not get the version before, or gets a damaged message."""
+
+    def damaged(copy, original=RankCopy.difference):
+        for message in original(copy):
+            message = message.clone()
+            message[-1] ^= 1
+            yield message
+
+    run = Run(run.stack, mode="difference")
+    engines = {number: run.engine() for number in range(3)}
+    run.publish(engines)
+    run.prepare()
+    engines[1].fail_at(0, "raise", 5)
+    (updates, _) = run.start(engines)
+    assert not any(isinstance(update.answer(), list) for update in updates)
+    run.deliver({number: engines[number] for number in (0, 2)})
+    for damage in (False, True):
+        run.prepare()
+        with monkeypatch.context() as patch:
+            if damage:
+                patch.setattr(RankCopy, "difference", damaged)
+            (updates, sent) = run.start(engines)
+            answers = [update.answer() for update in updates]
+            assert [outcome(ref.result) for ref in sent] == [PeerLost, PeerLost]
+        assert isinstance(answers[1], BaseMissing) and all(isinstance(answer, PeerLost) for answer in answers)
+        assert str(answers[1]).startswith(f"weight update {run.version}: the ")
+        run.deliver(engines)
+        found = run.transport.statistics
+        assert (found["weights/full"], found["weights/fallbacks"]) == (0, 1)
+        run.publish(engines)
+    assert engines[1].bases == [None, 1, 2, None, 3, 4, None, 5]
+
+
 def test_auto_stops_to_compare_when_differences_do_not_pay(run):
     """After three in a row; neither a rank nor an engine keeps a copy then."""
     run = Run(run.stack, mode="auto")
     engines = {0: run.engine()}
     run.publish(engines)
-    shares = [1.0, 1.0, 1 / 16, 1.0, 1.0, 1.0, 1 / 16, 1 / 16]
+    shares = [1.0, 1 / 16, 1 / 16, 1.0, 1.0, 1.0, 1 / 16, 1 / 16]  # the second one restores what the first one changed
     compared = []
     for share in shares:
         run.version += 1
@@ -229,7 +264,7 @@ def test_auto_stops_to_compare_when_differences_do_not_pay(run):
         run.deliver(engines)
         compared.append("weights/changed" in run.transport.statistics)
     assert compared == [True] * 6 + [False] * 2
-    assert engines[0].bases == [None, None, None, None, 4, None, None, None, None][: len(shares) + 1]
+    assert engines[0].bases == [None, None, None, 3, None, None, None, None, None]
     assert run.transport.manifest.keeper == ""
     assert [run.policy.sender(GlooSender, rank).copy for rank in (0, 1)] == [None, None]
 

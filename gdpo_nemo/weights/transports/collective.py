@@ -20,15 +20,14 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from gdpo_nemo.weights.broadcast_group import BroadcastGroup, BroadcastServer, Meeting, Operation, joined_group, leave
-from gdpo_nemo.weights.copies import engine_copy
-from gdpo_nemo.weights.host_memory import HostCopies
+from gdpo_nemo.weights.copies import BaseMissing, RankCopy, engine_copy
 from gdpo_nemo.weights.manifest import Manifest, PeerLost, divide, filled
 from gdpo_nemo.weights.pieces import Piece, assembled
 from gdpo_nemo.weights.transports.base import Receiver, Tensors
@@ -108,8 +107,6 @@ class CollectiveSender(ShardSender):
     """Server of the persistent group."""
     _members = ""
     """Identifier of the persistent group's receivers."""
-    _kept: HostCopies | None = None
-    """Weights of the last ``stream`` with ``keep``."""
 
     def open(self, receivers: int, members: str) -> tuple[Meeting, bool]:
         """Prepare the next delivery. Return the group's rendezvous, and True if the receivers must join the group.
@@ -140,27 +137,18 @@ class CollectiveSender(ShardSender):
         Args:
             keep: True to copy the weights to host memory for ``send_copy``.
         """
-        self.copy = None
+        self.copy = (self.copy or RankCopy(self.device())) if keep else None
         with self.pieces() as pieces:
-            if self._metadata.entries:
-                manifest = replace(self._metadata, version=version)
-                buckets = filled(manifest, pieces, bucket_bytes, self.device())
-                if keep:
-                    self._kept = self._kept or HostCopies(self.device())
-                    self._kept.begin([bucket.nbytes for bucket in divide(manifest, bucket_bytes)])
-                    buckets = _copied(buckets, self._kept)
-                self._send(buckets)
+            manifest = self.metadata(version)
+            if manifest.entries and self.copy:
+                self._send(self.copy.stream(divide(manifest, bucket_bytes), pieces))
+            elif manifest.entries:
+                self._send(filled(manifest, pieces, bucket_bytes, self.device()))
 
     def send_copy(self, difference: bool) -> None:
         """Broadcast the copied weights, in full or as a difference. Call ``open`` first."""
         device = self.device()
         self._send(message.to(device, non_blocking=True) for message in self.messages(difference))
-
-    def messages(self, difference: bool) -> Iterator[torch.Tensor]:
-        """Yield the copied buckets in host memory, in full or as a difference."""
-        if self.copy is None and self._kept is not None:
-            return self._kept.in_host_memory()
-        return super().messages(difference)
 
     def close(self, members: str) -> None:
         """End the persistent group if its receivers are ``members``."""
@@ -210,12 +198,6 @@ class GlooTransport(CollectiveTransport):
     sender = GlooSender
 
 
-def _copied(buckets: Iterable[torch.Tensor], copies: HostCopies) -> Iterator[torch.Tensor]:
-    for bucket in buckets:
-        copies.add(bucket)
-        yield bucket
-
-
 @dataclass(frozen=True)
 class CollectiveReceiver(Receiver):
     """Receiver that joins the senders' groups and receives their broadcasts."""
@@ -254,8 +236,10 @@ class CollectiveReceiver(Receiver):
                     groups[rank] = stack.enter_context(joining)
                 received = _received([groups[bucket.rank] for bucket in buckets], sizes, device, len(groups))
                 yield from engine_copy(member).pieces(manifest, buckets, received, device)
+        except BaseMissing:
+            raise
         except PeerLost as error:
-            raise type(error)(f"weight update {manifest.version}: {error}") from error
+            raise PeerLost(f"weight update {manifest.version}: {error}") from error
 
     def close(self, worker: int) -> None:
         """Leave the persistent groups."""

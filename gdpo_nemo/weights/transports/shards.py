@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from gdpo_nemo.weights.copies import Changes, RankCopy
-from gdpo_nemo.weights.manifest import Base, Bucket, Manifest, divide, joined, weight_metadata
+from gdpo_nemo.weights.manifest import Base, Manifest, divide, joined, weight_metadata
 from gdpo_nemo.weights.transports.base import PolicyRanks, Sender, Transport, TransportOptions
 
 _LEAST_BUCKET = 4 << 20
@@ -137,7 +137,7 @@ class ShardSender(Sender):
 
     _metadata: Manifest
     copy: RankCopy | None = None
-    """Copy of a version. None before the first ``take``."""
+    """Copy of a version, if there is any."""
 
     def describe(self) -> Manifest:
         """Return the manifest of what this rank sends, which is valid for all updates."""
@@ -145,16 +145,15 @@ class ShardSender(Sender):
             self._metadata = weight_metadata(pieces, -1, self.policy.adapters, self.rank)
         return self._metadata
 
-    def buckets(self, version: int, bucket_bytes: int) -> list[Bucket]:
-        """Return the buckets of at most ``bucket_bytes`` in which this rank sends a version."""
-        return divide(replace(self._metadata, version=version), bucket_bytes)
+    def metadata(self, version: int) -> Manifest:
+        """Return the manifest of what this rank sends as ``version``. Call ``describe`` first."""
+        return replace(self._metadata, version=version)
 
     def take(self, version: int, bucket_bytes: int, compare: bool) -> Changes | None:
         """Copy the current weights as ``version``. See ``RankCopy.take``."""
-        if self.copy is None:
-            self.copy = RankCopy(self.device())
+        self.copy = self.copy or RankCopy(self.device())
         with self.pieces() as pieces:
-            return self.copy.take(self.buckets(version, bucket_bytes), pieces, compare)
+            return self.copy.take(divide(self.metadata(version), bucket_bytes), pieces, compare)
 
     def device(self) -> torch.device:
         """Return the device from which this rank sends."""
