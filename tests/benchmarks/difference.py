@@ -58,7 +58,7 @@ def main() -> None:
             pass
 
     rank.take(buckets, iter(tensors), False)
-    receive(list(rank.full()))
+    receive(list(rank.messages(False)))
     for share in (0, 0.005, 0.02, 0.1, 0.6):
         runs = []
         for _ in range(3):
@@ -68,7 +68,7 @@ def main() -> None:
             filled, _ = timed(fill)
             taken, changes = timed(rank.take, buckets, iter(tensors), True)
             manifest = replace(manifest, version=manifest.version + 1, base=Base(manifest.version, changes.sizes))
-            messages = list(rank.difference())
+            messages = list(rank.messages(True))
             applied, _ = timed(receive, messages)
             runs.append((filled, taken, applied))
         filled, taken, applied = map(min, zip(*runs))

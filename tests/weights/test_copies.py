@@ -59,7 +59,7 @@ class Update:
 
     def sent(self, base: int | None) -> tuple[Manifest, list[torch.Tensor]]:
         """Return (manifest, messages in the order of ``divide``) of the current version."""
-        by_rank = [copy.full() if base is None else copy.difference() for copy in self.ranks]
+        by_rank = [copy.messages(base is not None) for copy in self.ranks]
         messages = [next(by_rank[bucket.rank]).clone() for bucket in self.buckets]
         sizes = tuple(message.nbytes for message in messages)
         if base is None:

@@ -219,8 +219,8 @@ def test_differences_follow_a_full_update_and_replaced_engines_get_everything(ru
 def test_difference_that_an_engine_cannot_apply_is_followed_by_all_weights(run, monkeypatch):
     """Of three engines, the second one did not get the version before, or gets a damaged message."""
 
-    def damaged(copy, original=RankCopy.difference):
-        for message in original(copy):
+    def damaged(copy, difference, original=RankCopy.messages):
+        for message in original(copy, difference):
             message = message.clone()
             message[-1] ^= 1
             yield message
@@ -237,7 +237,7 @@ def test_difference_that_an_engine_cannot_apply_is_followed_by_all_weights(run, 
         run.prepare()
         with monkeypatch.context() as patch:
             if damage:
-                patch.setattr(RankCopy, "difference", damaged)
+                patch.setattr(RankCopy, "messages", damaged)
             (updates, sent) = run.start(engines)
             answers = [update.answer() for update in updates]
             assert [outcome(ref.result) for ref in sent] == [PeerLost, PeerLost]

@@ -42,7 +42,7 @@ class FolderSender(ShardSender):
                 for message in self.messages(difference):
                     file.write(memoryview(message.numpy()))
             if self.policy.adapters is not None:
-                buckets = zip(self.buckets(version, bucket_bytes), self.messages(False))
+                buckets = zip(divide(self.metadata(version), bucket_bytes), self.messages(False))
                 matrices = chain.from_iterable(bucket.views(message) for bucket, message in buckets)
                 write_adapter(path.parent, dict(matrices), self.policy.adapters)
             temporary.rename(path)
