@@ -42,6 +42,7 @@ from gdpo_nemo.generation.requests import Completion, CompletionBatch, EngineReq
 from gdpo_nemo.utils.errors import START_AGAIN, GdpoError, InfrastructureFailed, RunError
 from gdpo_nemo.utils.progress import phase
 from gdpo_nemo.utils.waits import waiting
+from gdpo_nemo.weights.copies import BaseMissing
 from gdpo_nemo.weights.manifest import PeerLost
 from gdpo_nemo.weights.transports.base import Transport, errors_named
 
@@ -473,6 +474,8 @@ class EngineFleet:
                 client.version = result
             elif client not in missing:
                 missing.append(client)
+            if isinstance(result, BaseMissing):
+                self.note(f"engine {client.index} gets all weights: {result}")
         return missing
 
     async def _score(

@@ -39,6 +39,12 @@ from gdpo_nemo.weights.transports.memory import MemoryTransport
 METRICS = {
     "time/sync": ("s", "Sending the new weights to every engine, including time/wake and the sync check"),
     "time/sleep": ("s", "Engines releasing their memory before the update, if they share devices with the policy"),
+    "time/sync_copy": ("s", "Preparing the new weights on the policy's ranks, part of time/sync"),
+    "time/sync_send": ("s", "Stopping the engines, sending and loading the weights, part of time/sync"),
+    "weights/sent_mib": ("MiB", "Size of the messages with which each engine process got the new weights"),
+    "weights/changed": ("share", "Changed 16-bit words of the weights since the version before (weights.mode)"),
+    "weights/full": ("", "1 if the engines got all weights, 0 if they got the difference from the version before"),
+    "weights/fallbacks": ("", "Deliveries of all weights to engines that did not have the version before"),
     "time/wake": ("s", "Engines reallocating memory for their weights and KV cache, part of time/sync"),
     "parity/probe": (
         "nats",
@@ -84,8 +90,9 @@ class WeightSync:
     def publish(self, version: int) -> dict[str, float]:
         """Send the policy's current weights to the engines as ``version``, and return metrics.
 
-        The metrics are ``time/sync``, and ``parity/probe`` if there is a sync check. On shared devices, the metrics
-        include ``time/sleep`` (the duration of ``sleep_engines``) and ``time/wake`` (part of ``time/sync``).
+        The metrics are ``time/sync`` and its parts, ``Transport.statistics``, and ``parity/probe`` if there is a sync
+        check. On shared devices, the metrics include ``time/sleep`` (the duration of ``sleep_engines``) and
+        ``time/wake`` (part of ``time/sync``).
 
         Raises:
             RunError: if the weights cannot be sent, or if the sync check fails.
@@ -95,9 +102,14 @@ class WeightSync:
         if self._shared:
             row["time/wake"] = self._wake("weights")
         with self._fleet.delivering():
+            began = time.monotonic()
             with errors_named(type(self.transport), "prepare"):
                 self.transport.prepare(version)
+            prepared = time.monotonic()
             self._fleet.update(self.transport, version, self._kv)
+            row["time/sync_copy"] = prepared - began
+            row["time/sync_send"] = time.monotonic() - prepared
+            row |= self.transport.statistics
         if self._shared:
             row["time/wake"] += self._wake("kv_cache")
         self.version = version

@@ -84,6 +84,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "cluster.placement": ("separate", "colocated"),
     "rollout.kv": ("recompute", "keep", "drain"),
     "weights.transport": ("auto", *TRANSPORTS),
+    "weights.mode": ("auto", "full", "difference"),
     "logger.wandb.mode": ("online", "offline"),
     "health.preset": tuple(PRESETS_OF_HEALTH),
     "logger.console": ("auto", "live", "plain", "quiet"),

@@ -366,6 +366,13 @@ class WeightsConfig:
     that colocated processes share. folder: safetensors files on a shared disk. A user-defined class is named by its
     import path (file.py:Class). auto: ipc if colocated, otherwise nccl on GPUs. On CPU, auto selects memory on one node
     and gloo on several nodes."""
+    mode: str = "auto"
+    """full: every update sends all weights. difference: after a first full update, only the changes since the version
+    that the engines hold, which requires a copy of the weights in the host memory of each engine process and of each
+    policy rank's share. The engines verify a checksum of every resulting tensor, and an engine that cannot apply a
+    difference gets all weights. auto: difference for bfloat16 without LoRA if the weights are sent over a network or a
+    shared disk (several nodes, or transport folder), and full from then on if three differences in a row were larger
+    than half of the weights; otherwise full."""
     bucket_mib: Annotated[int, Range(1, 2**20)] = 256
     """Bucket size in MiB: the size of one broadcast, memory handle or file. A tensor that is larger gets a separate
     bucket of the tensor's size. Sender and receiver each hold two buffers of this size."""

@@ -46,6 +46,7 @@ class Declared:
 
     refuses: Mapping[str, str]
     uses_buckets: bool
+    sends_differences: bool
 
 
 def transport_import_path(name: str) -> str:
@@ -65,6 +66,18 @@ def chosen_transport(config: Config) -> str:
     if cluster.gpus_per_node:
         return "nccl"
     return "memory" if cluster.num_nodes == 1 else "gloo"
+
+
+def chosen_mode(config: Config) -> str:
+    """Return the mode of a config, with ``auto`` replaced by ``full`` if a difference cannot save time."""
+    mode = config.weights.mode
+    if mode != "auto":
+        return mode
+    transport = chosen_transport(config)
+    is_remote = config.cluster.num_nodes > 1 or transport == "folder"
+    # Training changes almost all weights in float32, and adapters are small.
+    few_changes = config.policy.precision == "bfloat16" and not config.policy.lora.rank
+    return "auto" if is_remote and few_changes and declared(transport).sends_differences else "full"
 
 
 def declared(name: str) -> Declared:
@@ -97,7 +110,11 @@ def _declared(name: str) -> Declared:
                 f"weights.transport: refuses of {name} has {condition!r}: {why!r}; expected {{condition: reason}} "
                 f"with {', '.join(CONDITIONS)}{nearest(str(condition), CONDITIONS)}"
             )
-    return Declared(refuses, _literal(name, source.attributes, "uses_buckets", bool))
+    return Declared(
+        refuses,
+        _literal(name, source.attributes, "uses_buckets", bool),
+        _literal(name, source.attributes, "sends_differences", bool),
+    )
 
 
 def _literal(name: str, attributes: Mapping[str, Any], attribute: str, kind: type) -> Any:
@@ -112,8 +129,13 @@ def _literal(name: str, attributes: Mapping[str, Any], attribute: str, kind: typ
 
 
 def check_transport(config: Config) -> None:
-    """Check that the transport supports all conditions that apply to this config. Raises ConfigError."""
+    """Check that the transport supports the mode and all conditions that apply to this config. Raises ConfigError."""
     name = chosen_transport(config)
+    if config.weights.mode == "difference":
+        if config.policy.lora.rank:
+            raise ConfigError("weights.mode: adapters (policy.lora.rank) are always sent as a whole; use auto or full")
+        if not declared(name).sends_differences:
+            raise ConfigError(f"weights.mode: weights.transport {name} always sends all weights; use auto or full")
     for condition, why in declared(name).refuses.items():
         if CONDITIONS[condition](config):
             raise ConfigError(f"weights.transport: {name} {why}")

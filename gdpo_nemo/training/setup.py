@@ -48,7 +48,7 @@ from gdpo_nemo.config.model_checks import read_model_config
 from gdpo_nemo.config.placement import joined
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.sections import PolicyConfig
-from gdpo_nemo.config.transports import chosen_transport
+from gdpo_nemo.config.transports import chosen_mode, chosen_transport
 from gdpo_nemo.environments.execution.pools import EnvironmentPools
 from gdpo_nemo.observe.diagnosis import examine
 from gdpo_nemo.observe.display import active
@@ -371,7 +371,9 @@ class _Sampling:
         bucket = config.weights.bucket_mib << 20
         # Engines that restart while the policy trains need the last weights.
         keep = config.rollout.max_staleness > 0 or config.rollout.endpoint.enabled
-        transport = make_transport(chosen_transport(config), self._policy, parts.run_dir / "weights", bucket, keep)
+        transport = make_transport(
+            chosen_transport(config), self._policy, parts.run_dir / "weights", bucket, keep, chosen_mode(config)
+        )
         stack.callback(close_transport, transport)
         kv = config.rollout.kv if config.rollout.max_staleness else "drain"
         parts.sync = WeightSync(self._policy, self._fleet, self._retained.sync_check, transport, self._shared, kv)

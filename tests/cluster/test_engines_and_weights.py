@@ -163,23 +163,34 @@ def test_engines_that_hold_other_weights_are_found_by_the_probe(parts):
     parts.sync.publish(4)
 
 
-@pytest.mark.parametrize("name", ["gloo", "folder", OWN])
+@pytest.mark.parametrize("name", ["gloo", "folder", "memory", OWN])
 def test_every_transport_gives_the_engines_the_same_weights(parts, tmp_path, name):
-    """Against the object store, bit for bit, in buckets far smaller than the model; and a second version after the
-    first."""
-    transport = make_transport(name, parts.policy, tmp_path / "weights", bucket_bytes=100_000)
+    """Against the object store, bit for bit, in buckets far smaller than the model. By difference if the transport can,
+    but for the first version and the version after a full update through the object store, which drops the copies."""
+    differs = name != OWN
+    mode = "difference" if differs else "full"
+    transport = make_transport(name, parts.policy, tmp_path / "weights", bucket_bytes=100_000, mode=mode)
     sync = WeightSync(parts.policy, parts.fleet, parts.sync_check, transport)
     wanted = requests(8)
-    for version in (10, 11):
+    parts.fleet.take_events()
+    for version in (10, 12):
         before = draw(parts.fleet, wanted)
-        train_once(parts.policy)
-        assert sync.publish(version)["parity/probe"] < 1e-4
+        rows = []
+        for published in (version, version + 1):
+            train_once(parts.policy)
+            rows.append(sync.publish(published))
+        assert max(row["parity/probe"] for row in rows) < 1e-4
+        if differs:
+            found = [(row["weights/full"], row["weights/fallbacks"]) for row in rows]
+            assert found == [(version == 10, version == 12), (0, 0)]
         through_it = draw(parts.fleet, wanted)
-        parts.sync.publish(version)
-        assert same(through_it, draw(parts.fleet, wanted)) and through_it.version == version
+        parts.sync.publish(version + 1)
+        assert same(through_it, draw(parts.fleet, wanted)) and through_it.version == version + 1
         assert not same(before, through_it)
+    missing = "gets all weights: weight update 12: the engine does not hold version 11"
+    assert parts.fleet.take_events() == [f"engine {engine} {missing}" for engine in range(2 * differs)]
     kept = [path.stem for path in (tmp_path / "weights").glob("*")]
-    assert kept == ([] if name == "gloo" else ["version_11"])
+    assert kept == ([] if name in ("gloo", "memory") else ["version_13"])
     transport.close()
     assert not (tmp_path / "weights").exists()
 
@@ -282,7 +293,7 @@ def test_the_reference_model_stays_where_training_started(parts):
 def test_a_killed_engine_is_replaced_with_newest_weights_and_its_samples_redrawn(parts, tmp_path):
     """The policy has trained on by then, so the weights come from what was kept; both engines join the next
     broadcast."""
-    transport = make_transport("gloo", parts.policy, tmp_path, bucket_bytes=100_000, keep=True)
+    transport = make_transport("gloo", parts.policy, tmp_path, bucket_bytes=100_000, mode="difference")
     sync = WeightSync(parts.policy, parts.fleet, parts.sync_check, transport)
     sync.publish(20)
     wanted = requests(16)
@@ -292,7 +303,9 @@ def test_a_killed_engine_is_replaced_with_newest_weights_and_its_samples_redrawn
     train_once(parts.policy)
     after = drawing.result()
     assert same(before, after) and after.version == 20
-    assert sync.publish(21)["parity/probe"] < 1e-4
+    assert transport.statistics["weights/fallbacks"] == 0, "there was no difference to send yet"
+    row = sync.publish(21)
+    assert row["parity/probe"] < 1e-4 and row["weights/full"] == row["weights/fallbacks"] == 0
     assert draw(parts.fleet, wanted).version == 21
 
 

@@ -11,7 +11,16 @@ import pytest
 
 from gdpo_nemo.config.allowed_values import CHOICES
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.config.transports import BASE, CONDITIONS, TRANSPORTS, chosen_transport, declared
+from gdpo_nemo.config.transports import (
+    BASE,
+    CONDITIONS,
+    TRANSPORTS,
+    Declared,
+    check_transport,
+    chosen_mode,
+    chosen_transport,
+    declared,
+)
 from gdpo_nemo.config.validate import validate
 from gdpo_nemo.utils.errors import ConfigError, RunError
 from gdpo_nemo.utils.import_path import ImportPath
@@ -46,7 +55,8 @@ def test_the_values_of_the_config_are_auto_and_the_registry():
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_declarations_read_from_a_transports_source_equal_those_of_its_class(name):
     found = load_transport(name)
-    assert (declared(name).refuses, declared(name).uses_buckets) == (found.refuses, found.uses_buckets)
+    expected = Declared(found.refuses, found.uses_buckets, found.sends_differences)
+    assert declared(name) == expected
     assert ImportPath(BASE).load() is Transport
 
 
@@ -59,6 +69,27 @@ def test_auto_resolves_to_a_registered_transport_and_is_never_refused():
                 config.cluster.gpus_per_node = gpus
                 refused = declared(chosen_transport(config)).refuses
                 assert not any(CONDITIONS[condition](config) for condition in refused)
+
+
+@pytest.mark.parametrize("transport", [*TRANSPORTS, f"{EXAMPLE}:CompressedTransport"])
+@pytest.mark.parametrize("lora", [0, 8])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_differences_are_chosen_only_where_they_are_supported_and_small(transport, lora, precision):
+    config = load_config(TINY, [f"weights.transport={transport}", f"policy.precision={precision}"])
+    config.policy.lora.rank = lora
+    few = precision == "bfloat16" and not lora and declared(transport).sends_differences
+    for nodes in (1, 2):
+        config.cluster.num_nodes = nodes
+        assert chosen_mode(config) == ("auto" if few and (nodes == 2 or transport == "folder") else "full")
+    config.cluster.num_nodes = 1
+    config.weights.mode = "difference"
+    if lora or not declared(transport).sends_differences:
+        with pytest.raises(ConfigError, match="^weights.mode: .*use auto"):
+            check_transport(config)
+    elif transport != "nccl":
+        check_transport(config)
+    config.weights.mode = "full"
+    assert chosen_mode(config) == "full"
 
 
 def test_reading_of_transport_declarations_imports_no_torch():

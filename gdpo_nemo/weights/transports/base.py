@@ -200,7 +200,7 @@ class TransportOptions:
     If False, the transport may gather this version from the policy again.
     """
     mode: str = "full"
-    """``weights.mode``, where ``auto`` is replaced by ``full`` if a difference cannot pay (``config.transports``)."""
+    """``weights.mode``, where ``auto`` may have been replaced by ``full`` (``config.transports.chosen_mode``)."""
 
 
 class Transport(ABC):
@@ -214,8 +214,8 @@ class Transport(ABC):
     An exception in ``prepare`` ends the run. After a failed ``send``, dead engines are replaced. After ``PeerLost``,
     ``send`` is called again, up to three times in a row. Any other exception ends the run.
 
-    The class attributes ``refuses`` and ``uses_buckets`` are read from the source code before the file is imported
-    (``config/transports.py``), so a subclass must assign literals to them.
+    The class attributes ``refuses``, ``uses_buckets`` and ``sends_differences`` are read from the source code before
+    the file is imported (``config/transports.py``), so a subclass must assign literals to them.
     """
 
     refuses: ClassVar[Mapping[str, str]] = {}
@@ -226,6 +226,9 @@ class Transport(ABC):
     """
     uses_buckets: ClassVar[bool] = True
     """True if the transport uses ``weights.bucket_mib``."""
+
+    sends_differences: ClassVar[bool] = False
+    """True if the transport supports ``weights.mode: difference``."""
 
     manifest: Any
     """Manifest of the prepared version, or a reference to it in Ray's object store."""
@@ -293,11 +296,13 @@ def load_transport(name: str) -> type[Transport]:
     return transport_class
 
 
-def make_transport(name: str, policy: PolicyRanks, folder: Path, bucket_bytes: int, keep: bool = False) -> Transport:
+def make_transport(
+    name: str, policy: PolicyRanks, folder: Path, bucket_bytes: int, keep: bool = False, mode: str = "full"
+) -> Transport:
     """Create a transport by its name in the config. For the other arguments, see ``TransportOptions``."""
     transport_class = load_transport(name)
     with errors_named(transport_class, "__init__"):
-        return transport_class(policy, TransportOptions(folder, bucket_bytes, keep))
+        return transport_class(policy, TransportOptions(folder, bucket_bytes, keep, mode))
 
 
 @contextlib.contextmanager

@@ -31,6 +31,7 @@ _ATTEMPTS = 3
 class ShardTransport(Transport):
     """Transport with which every policy rank sends the pieces that it holds."""
 
+    sends_differences = True
     sender: ClassVar[type[ShardSender]]
     copies_full: ClassVar[bool] = False
     """True if ranks copy their buckets in ``prepare`` even with mode ``full``."""
@@ -108,7 +109,7 @@ class ShardTransport(Transport):
 
     def send(self, engines: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
         """Start a delivery: of the difference if all engines hold the previous version, otherwise of all weights."""
-        held = all(self._holders.get(number) is engine for number, engine in engines.items())
+        held = all(self._holders.get(number) == engine for number, engine in engines.items())
         first, self._sent = not self._sent, True
         base = self._base if held and first else None
         statistics = dict(self.statistics)
