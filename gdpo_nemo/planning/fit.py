@@ -18,6 +18,7 @@ from gdpo_nemo.planning.hardware import Device, Rates, host
 from gdpo_nemo.planning.memory import (
     GPU_RESERVE,
     EngineMemory,
+    engine_copy_bytes,
     engine_memory,
     logprob_memory,
     policy_memory,
@@ -47,7 +48,7 @@ def memory_shortage(resolved: Resolved, shape: ModelDescription, device: Device)
     engine = engine_memory(config, shape, int(device.memory))
     if not layout.gpus:
         needed = policy.total * layout.policy_ranks + (engine.weights + engine.kv_cache) * layout.engine_ranks
-        needed += transport_memory(resolved, shape)
+        needed += transport_memory(resolved, shape) + engine_copy_bytes(resolved, shape) * layout.engine_ranks
         if needed <= device.memory:
             return ""
         return f"all ranks need {needed / 1e9:.3g} GB, but the machine has {device.memory / 1e9:.3g} GB"

@@ -16,7 +16,7 @@ from gdpo_nemo.config.model_checks import read_model
 from gdpo_nemo.config.objective_checks import has_teacher, reference_passes
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.sections import PolicyConfig
-from gdpo_nemo.config.transports import chosen_transport
+from gdpo_nemo.config.transports import chosen_mode, chosen_transport
 from gdpo_nemo.data.prefixes import Saving
 from gdpo_nemo.models.description import ModelDescription
 from gdpo_nemo.models.weights import parameters
@@ -479,6 +479,23 @@ def refit_bytes(resolved: Resolved, shape: ModelDescription) -> int:
     return sent * BYTES[config.policy.precision]
 
 
+DIFFERENCE_SHARE = 0.03
+"""Assumed size of a difference relative to all weights in bfloat16. With SmolLM2-135M, 0.005 was measured at a learning
+rate of 1e-6, and 0.022 at 1e-5 (docs/weight_sync.md)."""
+
+
+def difference_bytes(resolved: Resolved, shape: ModelDescription) -> int:
+    """Return the expected bytes of a difference to each engine process, or 0 if all updates are full."""
+    if chosen_mode(resolved.config) == "full":
+        return 0
+    return int(DIFFERENCE_SHARE * refit_bytes(resolved, shape))
+
+
+def engine_copy_bytes(resolved: Resolved, shape: ModelDescription) -> int:
+    """Return the bytes of host memory in which an engine process keeps the weights for the next difference."""
+    return 0 if chosen_mode(resolved.config) == "full" else refit_bytes(resolved, shape)
+
+
 def checkpoint_bytes(resolved: Resolved, shape: ModelDescription) -> int:
     """Return the bytes of a checkpoint: weights, moments in float32 and, in bfloat16, float32 main weights.
 
@@ -494,16 +511,17 @@ def checkpoint_bytes(resolved: Resolved, shape: ModelDescription) -> int:
 
 
 def transport_memory(resolved: Resolved, shape: ModelDescription) -> int:
-    """Return the bytes of host memory that a weight update occupies until the next update.
+    """Return the bytes of host memory that a weight update occupies until the next update, for all policy ranks.
 
-    The transport ``memory`` holds two copies: the buffer packed by rank 0 and the object in Ray's object store. The
-    transport ``folder`` holds one copy. The transports ``nccl`` and ``gloo`` hold a copy, for engines that restart
-    while the policy trains. Other transports do not hold copies.
+    The transport ``memory`` holds two copies: those of the ranks and the objects in Ray's object store. The transport
+    ``folder`` holds one copy. The transports ``nccl`` and ``gloo`` hold a copy for differences, or for engines that
+    restart while the policy trains. Other transports do not hold copies.
     """
     config = resolved.config
     if not resolved.layout.engines:
         return 0
-    kept = int(config.rollout.max_staleness > 0 or config.rollout.endpoint.enabled)
+    restarts = config.rollout.max_staleness > 0 or config.rollout.endpoint.enabled
+    kept = int(restarts or chosen_mode(config) != "full")
     copies = {"memory": 2, "folder": 1, "nccl": kept, "gloo": kept}.get(chosen_transport(config), 0)
     return copies * refit_bytes(resolved, shape)
 

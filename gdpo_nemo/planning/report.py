@@ -30,9 +30,12 @@ from gdpo_nemo.planning.fit import best_split, changed, machine_limits, memory_s
 from gdpo_nemo.planning.hardware import Device, Rates
 from gdpo_nemo.planning.judge_calls import judge_lines
 from gdpo_nemo.planning.memory import (
+    DIFFERENCE_SHARE,
     EngineMemory,
     RankMemory,
     checkpoint_bytes,
+    difference_bytes,
+    engine_copy_bytes,
     engine_memory,
     host_memory,
     micro_batch_load,
@@ -103,7 +106,7 @@ def dry_run_lines(resolved: Resolved) -> list[tuple[str, str]]:
         *lines,
         ("per rank", _policy_line(memory, shape)),
         *([("shared", resting)] if layout.colocated and layout.gpus else []),
-        *([("refit", _refit_line(resolved, shape))] if layout.engines else []),
+        *([("refit", _refit_line(resolved, shape) + _occupies(resolved, shape))] if layout.engines else []),
     ]
 
 
@@ -118,6 +121,7 @@ def plan_lines(resolved: Resolved, shape: ModelDescription, device: Device, rate
     if layout.colocated and layout.model_ranks == 1:
         link = "the GPU's memory"
     sync = sync_work(resolved, shape, device)
+    difference = difference_bytes(resolved, shape)
     shortage = memory_shortage(resolved, shape, device)
     lines = [
         (
@@ -142,8 +146,9 @@ def plan_lines(resolved: Resolved, shape: ModelDescription, device: Device, rate
     lines += [
         (
             "refit",
-            f"{size(refit_bytes(resolved, shape))} to each engine: {sync.ideal:.3g} s at the peak of "
-            f"{link if layout.gpus else 'shared memory'}{_occupies(resolved, shape)}",
+            _refit_line(resolved, shape)
+            + f": {sync.ideal:.3g} s at the peak of {link if layout.gpus else 'shared memory'}"
+            f"{' and host memory' * bool(difference)}{_occupies(resolved, shape)}",
         ),
         ("time", _time_line(resolved, shape, device, rates, layout)),
         *_samples_lines(resolved, "about", lengths.completion),
@@ -178,12 +183,20 @@ def size(number: float) -> str:
 
 
 def _refit_line(resolved: Resolved, shape: ModelDescription) -> str:
-    return f"{size(refit_bytes(resolved, shape))} to each engine after every step{_occupies(resolved, shape)}"
+    full = f"{size(refit_bytes(resolved, shape))} to each engine"
+    if difference := difference_bytes(resolved, shape):
+        return f"{full} at first, then about {size(difference)} ({DIFFERENCE_SHARE:.0%} is assumed) after every step"
+    return f"{full} after every step"
 
 
 def _occupies(resolved: Resolved, shape: ModelDescription) -> str:
     buffers = transport_memory(resolved, shape)
-    return f", which occupies {size(buffers)} of host memory" if buffers else ""
+    if not buffers:
+        return ""
+    words = f", which occupies {size(buffers)} of host memory"
+    if copy := engine_copy_bytes(resolved, shape):
+        words += f" on the policy's hosts and {size(copy)} for each engine process"
+    return words
 
 
 def _samples_lines(resolved: Resolved, how: str, tokens: float) -> list[tuple[str, str]]:

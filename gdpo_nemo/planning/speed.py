@@ -16,6 +16,8 @@ from gdpo_nemo.models.weights import active_parameters
 from gdpo_nemo.planning.hardware import Device, Rates
 from gdpo_nemo.planning.memory import (
     BYTES,
+    difference_bytes,
+    engine_copy_bytes,
     engine_memory,
     fused_logprobs,
     micro_batch_load,
@@ -195,13 +197,16 @@ def _reference_traffic(resolved: Resolved, shape: ModelDescription, device: Devi
 def sync_work(resolved: Resolved, shape: ModelDescription, device: Device) -> Work:
     """Return the work of one weight update, which is sent to all engines at once.
 
-    The weights are sent over NVLink or, if there are several nodes, over the network. With colocated engines on one
-    rank per model, the weights are read and written twice in the device's memory instead.
+    The weights are sent over NVLink or, if there are several nodes, over the network. For a difference, each engine
+    process also loads its copy from host memory. With colocated engines on one rank per model, the weights are read and
+    written twice in the device's memory instead.
     """
     layout = resolved.layout
     if layout.colocated and layout.model_ranks == 1:
         return Work(1, 4 * refit_bytes(resolved, shape) / device.bandwidth)
     link = device.nvlink if resolved.config.cluster.num_nodes == 1 else device.network
+    if difference := difference_bytes(resolved, shape):
+        return Work(1, difference / link + engine_copy_bytes(resolved, shape) / device.host_link)
     return Work(1, refit_bytes(resolved, shape) / link)
 
 

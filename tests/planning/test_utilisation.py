@@ -15,7 +15,16 @@ from gdpo_nemo.models.known_models import KNOWN
 from gdpo_nemo.models.weights import active_parameters, parameters
 from gdpo_nemo.planning.fit import _memory_savers, changed, memory_shortage
 from gdpo_nemo.planning.hardware import Rates, device
-from gdpo_nemo.planning.memory import host_memory, policy_memory, refit_bytes, resting_memory, transport_memory
+from gdpo_nemo.planning.memory import (
+    DIFFERENCE_SHARE,
+    difference_bytes,
+    engine_copy_bytes,
+    host_memory,
+    policy_memory,
+    refit_bytes,
+    resting_memory,
+    transport_memory,
+)
 from gdpo_nemo.planning.report import plan_lines
 from gdpo_nemo.planning.shape import model_shape, on_rank
 from gdpo_nemo.planning.speed import (
@@ -26,6 +35,7 @@ from gdpo_nemo.planning.speed import (
     expected_lengths,
     micro_batch,
     optimizer_seconds,
+    sync_work,
     training_work,
     utilisation,
 )
@@ -119,6 +129,21 @@ def test_host_memory_counts_sleeping_engines_and_weights_for_restarts():
     assert transport_memory(stale, shape) == refit_bytes(stale, shape) == 2 * parameters(shape)
     assert transport_memory(resolve(config_of("1.5B", "rollout.max_staleness=0")), shape) == 0
     assert "3.09 GB of host memory" in dict(plan_lines(stale, shape, device("h100"), Rates()))["refit"]
+
+
+def test_differences_are_sent_over_the_link_and_loaded_from_copies_in_host_memory():
+    shape, h100 = shape_of("1.5B"), device("h100")
+    nodes = ("cluster.num_nodes=2", "policy.generation.engines=8")
+    full, auto = (resolve(config_of("1.5B", *nodes, f"weights.mode={mode}")) for mode in ("full", "auto"))
+    weights = refit_bytes(auto, shape)
+    assert difference_bytes(auto, shape) == int(DIFFERENCE_SHARE * weights) and difference_bytes(full, shape) == 0
+    assert (engine_copy_bytes(auto, shape), transport_memory(auto, shape)) == (weights, weights)
+    assert engine_copy_bytes(full, shape) == transport_memory(full, shape) == 0
+    work = sync_work(auto, shape, h100).ideal - weights / h100.host_link
+    assert work == pytest.approx(DIFFERENCE_SHARE * sync_work(full, shape, h100).ideal)
+    line = dict(plan_lines(auto, shape, h100, Rates()))["refit"]
+    assert line.startswith("3.09 GB to each engine at first, then about 92.6 MB (3% is assumed) after every step")
+    assert line.endswith("occupies 3.09 GB of host memory on the policy's hosts and 3.09 GB for each engine process")
 
 
 def test_a_reference_that_stays_on_the_gpu_is_counted_there():
