@@ -363,7 +363,7 @@ class WeightsConfig:
 
     transport: str = "auto"
     """memory: Ray's object store. gloo: broadcast between hosts. nccl: broadcast between GPUs. ipc: handles of memory
-    that colocated processes share. folder: safetensors files on a shared disk. A user-defined class is named by its
+    that colocated processes share. folder: files on a shared disk. A user-defined class is named by its
     import path (file.py:Class). auto: ipc if colocated, otherwise nccl on GPUs. On CPU, auto selects memory on one node
     and gloo on several nodes."""
     mode: str = "auto"
@@ -374,8 +374,9 @@ class WeightsConfig:
     shared disk (several nodes, or transport folder), and full from then on if three differences in a row were larger
     than half of the weights; otherwise full."""
     bucket_mib: Annotated[int, Range(1, 2**20)] = 256
-    """Bucket size in MiB: the size of one broadcast, memory handle or file. A tensor that is larger gets a separate
-    bucket of the tensor's size. Sender and receiver each hold two buffers of this size."""
+    """Bucket size in MiB: the size of one broadcast or memory handle. A tensor that is larger gets a separate bucket of
+    the tensor's size. If several ranks broadcast, they share this size, down to 4 MiB each. Sender and receiver each
+    hold two buffers."""
 
 
 @dataclass
