@@ -6,6 +6,7 @@ import pickle
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from unittest.mock import patch
@@ -120,14 +121,14 @@ def exported(policy) -> dict:
     """All weights as plain arrays (float32 holds bfloat16 exactly). The pieces of all ranks are compared with them."""
     tensors = {name: tensor.detach().clone() for name, tensor in policy.weights()}
     if policy.adapters is None:
-        check_pieces(policy.pieces(), dict(policy.update()))
+        check_pieces(policy.pieces, dict(policy.update()))
     return {name: tensor.float().numpy() for name, tensor in tensors.items()}
 
 
 def check_pieces(pieces, tensors) -> None:
     """Check that the pieces of all ranks make up ``tensors``, bit by bit, and contain every element once; collective.
 
-    Pieces of more than 2,000 bytes are cut.
+    Pieces of more than 2,000 bytes are cut, and at most three replicas send.
     """
     import torch
     import torch.distributed as dist
@@ -135,8 +136,8 @@ def check_pieces(pieces, tensors) -> None:
     from gdpo_nemo.weights.manifest import joined, weight_metadata
     from gdpo_nemo.weights.pieces import Piece, assembled
 
-    with patch("gdpo_nemo.megatron.pieces._CUT_BYTES", 2000):
-        own = [Piece(name, values.detach().cpu().clone(), region) for name, values, region in pieces]
+    with patch.multiple("gdpo_nemo.megatron.pieces", _CUT_BYTES=2000, _MOST_REPLICAS=3):
+        own = [Piece(name, values.detach().cpu().clone(), region) for name, values, region in pieces()]
     by_rank = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, own)
     if dist.get_rank():
@@ -433,7 +434,7 @@ def round_trips(place, folders, batch_bytes=256 << 20) -> dict:
         load_hf(chunks, open_weights(folder), hf)
         with patch("gdpo_nemo.megatron.conversion._BATCH_BYTES", batch_bytes):
             tensors = [(key, tensor.clone()) for key, tensor in export_hf(chunks, hf)]
-        check_pieces(RankPieces(chunks, hf, tower=True), dict(tensors))
+        check_pieces(partial(RankPieces, chunks, hf, tower=True), dict(tensors))
         out[name] = [(key, tensor.numpy()) for key, tensor in tensors]
     return out if place.rank == 0 else {}
 
@@ -443,7 +444,7 @@ def update_names(place, folder, targets=(), train_tower=False) -> list[str]:
     lora = LoraConfig(rank=2, target_modules=list(targets)) if targets else None
     policy = build_policy(place, folder, lora=lora, train_tower=train_tower)
     tensors = dict(policy.update())
-    check_pieces(policy.pieces(), tensors)
+    check_pieces(policy.pieces, tensors)
     return list(tensors)
 
 

@@ -23,8 +23,8 @@ from gdpo_nemo.weights.manifest import weight_metadata
 pytestmark = pytest.mark.slow
 
 
-DENSE = ["TP1", "TP2", "PP2", "PP2+SHORTHEAD", "DP2", "TP2xPP2+SP", "TP2xDP2", "CP4", "PP2xVPP2"]
-MIXTURE = ["TP1", "TP2+SP", "TP2xEP2xETP1+SP", "DP2xEP2", "PP2", "DP2", "TP2xDP2xEP2+SP", "DP4xEP2", "PP2xDP2xEP2"]
+DENSE = ["TP1", "TP2", "PP2", "PP2+SHORTHEAD", "TP2xPP2+SP", "TP2xDP2", "CP2xDP2", "PP2xVPP2"]
+MIXTURE = ["TP1", "TP2+SP", "TP2xEP2xETP1+SP", "DP2xEP2", "PP2", "DP2", "TP2xDP2xEP2+SP", "DP4xEP2"]
 
 
 @pytest.mark.parametrize("layout", DENSE)

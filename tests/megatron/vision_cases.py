@@ -249,7 +249,8 @@ def gradients_of(policy) -> dict[str, np.ndarray]:
     weights = [p.data for p in parameters]
     for p in parameters:
         p.data = p.main_grad.to(p.dtype) if p.requires_grad else torch.zeros_like(p)
-    gradients = exported(policy)
+    # Not `exported`: with a distributed optimizer, each replica has the sum of only some gradients.
+    gradients = {name: tensor.detach().float().numpy().copy() for name, tensor in policy.weights()}
     for p, weight in zip(parameters, weights):
         p.data = weight
     return gradients
