@@ -74,7 +74,7 @@ def test_auto_resolves_to_a_registered_transport_and_is_never_refused():
 @pytest.mark.parametrize("transport", [*TRANSPORTS, f"{EXAMPLE}:CompressedTransport"])
 @pytest.mark.parametrize("lora", [0, 8])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_differences_are_chosen_only_where_they_are_supported_and_small(transport, lora, precision):
+def test_auto_mode_sends_differences_only_over_a_network_or_a_disk(transport, lora, precision):
     config = load_config(TINY, [f"weights.transport={transport}", f"policy.precision={precision}"])
     config.policy.lora.rank = lora
     few = precision == "bfloat16" and not lora and declared(transport).sends_differences
