@@ -135,8 +135,9 @@ def test_members_of_two_groups_ask_in_one_order_across_the_groups(groups, monkey
     assert sorted(RecordedNccl.orders.values()) == sorted([*of_senders, *2 * [expected + ends]])
     assert [port for port, *_ in expected][-3:] == [ports[0], ports[1], ports[1]]
     assert {group.blocks for group in groups} == {4} and len(groups) == 6
-    # One bucket in transfer for each sender, the next one, and the one that has just been loaded.
-    assert max(group.most_alive for group in groups if group.rank) <= len(servers) + 2 < len(expected) / 2
+    # One bucket in transfer for each sender, the next one, and the one that has just been loaded. A thread of each gloo
+    # group may release its last buffer a little later.
+    assert max(group.most_alive for group in groups if group.rank) <= 2 * len(servers) + 2 < len(expected)
 
 
 @pytest.mark.parametrize("before", [None, "0"])
