@@ -29,7 +29,7 @@ class StoredTransport(ShardTransport):
     uses_buckets = False
     copies_full = True
     _stored: Mapping[bool, Any] = {}
-    """What ``store`` returned for the prepared version: for messages in full (False) or as a difference (True)."""
+    """Results of ``store`` for the prepared version: for messages in full (False) or as a difference (True)."""
 
     def prepare(self, version: int) -> None:
         """Store the weights in the form that the engines probably need."""
@@ -50,7 +50,7 @@ class StoredTransport(ShardTransport):
 
     @abstractmethod
     def store(self, difference: bool) -> Any:
-        """Store the messages of the prepared version, and return where they are."""
+        """Store the messages of the prepared version, and return their location."""
 
     @abstractmethod
     def receiver(self, engine: int, stored: Any) -> tuple[Receiver, Sequence[Any]]:
