@@ -85,9 +85,9 @@ class ReceiverTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
             _repack_experts(self.model)
         try:
             # Close the iterator even if vLLM's loader fails: other members of the transport's groups wait for this one.
-            with contextlib.closing(self._tensors(manifest, receiver, kept)) as tensors:
-                with experts_loaded_together(self.model):
-                    self.model.load_weights(tensors)
+            closing = contextlib.closing(self._tensors(manifest, receiver, kept))
+            with closing as tensors, experts_loaded_together(self.model):
+                self.model.load_weights(tensors)
         except GdpoError as error:
             _ERRORS.append(error)
 
