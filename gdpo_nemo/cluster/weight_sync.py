@@ -5,7 +5,7 @@ receive run concurrently. Steps with an asterisk (*) take place only if engines 
 
 * sleep*: before the update, ``sleep_engines`` calls ``fleet.sleep``. The engines release their memory.
 * wake*: ``policy.release`` and ``fleet.wake("weights")`` give the engines memory for the weights.
-* prepare: ``Transport.prepare`` creates a manifest of the version.
+* prepare: ``Transport.prepare`` creates a manifest of the version. With most transports, the ranks copy their weights.
 * hold: ``fleet.update`` calls ``Engine.prepare_update``. Each engine checks the names in the manifest and stops between
   two steps. ``kv`` decides whether the engine drains its requests first.
 * send: ``Transport.send`` starts the senders on the policy's ranks.

@@ -23,8 +23,9 @@ from gdpo_nemo.megatron.weight_map import STACKED_EXPERT, Weight
 from gdpo_nemo.models.weights import COLUMNS, REPLICATED
 from gdpo_nemo.weights.pieces import Piece, Region
 
-_MOST_REPLICAS = 8
-"""Maximum number of replicas that send. An engine needs a communicator for each of them, and its link is the limit."""
+_MOST_SENDERS = 16
+"""Number of ranks that replicas do not exceed when they share the sending. An engine needs a communicator for each rank
+that sends, and its link is the limit. More ranks send only if the layout divides a single copy of the model further."""
 _CUT_BYTES = 16 << 20
 """Size of a piece in bytes above which its replicas send equal parts of it. One of them sends a smaller piece."""
 
@@ -58,7 +59,8 @@ class _Replicas:
 
     def __init__(self, rank: int, size: int):
         self._rank = rank
-        self._loads = [0] * min(size, _MOST_REPLICAS)
+        parts = dist.get_world_size() // size
+        self._loads = [0] * min(size, max(1, _MOST_SENDERS // parts))
         """Bytes of each sending replica."""
 
     def share(self, nbytes: int) -> float:

@@ -130,22 +130,15 @@ def joined(manifests: Sequence[Manifest]) -> Manifest:
 
 
 def pack(
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    version: int,
-    adapters: Adapters | None = None,
-    memory: np.ndarray | None = None,
+    tensors: Iterable[tuple[str, torch.Tensor]], version: int, adapters: Adapters | None = None
 ) -> tuple[Manifest, np.ndarray]:
     """Copy tensors into one uint8 buffer [bytes] on the CPU.
 
     Tensors are aligned to 64 bytes, and the manifest contains a checksum for each tensor.
-
-    Args:
-        memory: buffer of an earlier update, which is overwritten. None allocates new memory. Reuse is faster: the first
-            access to a page takes ten times as long as copying data into it.
     """
     entries = []
     offset = 0
-    memory = np.empty(0, np.uint8) if memory is None else memory
+    memory = np.empty(0, np.uint8)
     for name, tensor in tensors:
         data = tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy()
         entries.append(Entry(name, *form(tensor), offset, data.nbytes, zlib.crc32(data)))

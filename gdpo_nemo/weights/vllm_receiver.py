@@ -10,7 +10,7 @@ import contextlib
 import functools
 import pickle
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,14 +84,16 @@ class ReceiverTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
         if self.device.type == "cpu":
             _repack_experts(self.model)
         try:
-            with experts_loaded_together(self.model):
-                self.model.load_weights(self._tensors(manifest, receiver, kept))
+            # Close the iterator even if vLLM's loader fails: other members of the transport's groups wait for this one.
+            closing = contextlib.closing(self._tensors(manifest, receiver, kept))
+            with closing as tensors, experts_loaded_together(self.model):
+                self.model.load_weights(tensors)
         except GdpoError as error:
             _ERRORS.append(error)
 
     def _tensors(
         self, manifest: Manifest, receiver: Receiver, kept: frozenset[str]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    ) -> Generator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) of all weights except those that the engine keeps."""
         adapters = manifest.adapters
         received = receiver.receive(manifest, self.device, self.parallel_config.rank)

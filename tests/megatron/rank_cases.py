@@ -136,7 +136,7 @@ def check_pieces(pieces, tensors) -> None:
     from gdpo_nemo.weights.manifest import joined, weight_metadata
     from gdpo_nemo.weights.pieces import Piece, assembled
 
-    with patch.multiple("gdpo_nemo.megatron.pieces", _CUT_BYTES=2000, _MOST_REPLICAS=3):
+    with patch.multiple("gdpo_nemo.megatron.pieces", _CUT_BYTES=2000, _MOST_SENDERS=3):
         own = [Piece(name, values.detach().cpu().clone(), region) for name, values, region in pieces()]
     by_rank = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, own)
