@@ -34,11 +34,11 @@ ENGINES = (
         "changed bytes of a weight update are found",
     ),
     mutant(
-        "weights/manifest.py",
-        "        memory[end:stop] = 0\n",
-        "",
-        "weights/test_packed_updates.py::test_update_over_an_earlier_one_equals_one_in_new_memory",
-        "padding of an update is zero in reused memory",
+        "weights/copies.py",
+        "held != (manifest.keeper, manifest.base.version)",
+        "held is None",
+        "weights/test_copies.py::test_engine_holds_the_newest_version_or_none_after_any_faults",
+        "a difference is applied only to the version to which it belongs",
     ),
     mutant(
         "weights/manifest.py",
