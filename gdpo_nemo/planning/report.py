@@ -196,6 +196,9 @@ def _occupies(resolved: Resolved, shape: ModelDescription) -> str:
     words = f", which occupies {size(buffers)} of host memory"
     if copy := engine_copy_bytes(resolved, shape):
         words += f" on the policy's hosts and {size(copy)} for each engine process"
+        if resolved.layout.gpus:
+            engines = min(resolved.config.cluster.gpus_per_node, resolved.layout.engine_ranks)
+            words += f" ({size(copy * engines)} on a node with {engines})"
     return words
 
 

@@ -198,8 +198,8 @@ def sync_work(resolved: Resolved, shape: ModelDescription, device: Device) -> Wo
     """Return the work of one weight update, which is sent to all engines at once.
 
     The weights are sent over NVLink or, if there are several nodes, over the network. For a difference, each engine
-    process also loads its copy from host memory. With colocated engines on one rank per model, the weights are read and
-    written twice in the device's memory instead.
+    process also loads its copy from host memory, and writes it back in the other direction at the same time. With
+    colocated engines on one rank per model, the weights are read and written twice in the device's memory instead.
     """
     layout = resolved.layout
     if layout.colocated and layout.model_ranks == 1:

@@ -143,7 +143,7 @@ def test_differences_are_sent_over_the_link_and_loaded_from_copies_in_host_memor
     assert work == pytest.approx(DIFFERENCE_SHARE * sync_work(full, shape, h100).ideal)
     line = dict(plan_lines(auto, shape, h100, Rates()))["refit"]
     assert line.startswith("3.09 GB to each engine at first, then about 92.6 MB (3% is assumed) after every step")
-    assert line.endswith("occupies 3.09 GB of host memory on the policy's hosts and 3.09 GB for each engine process")
+    assert line.endswith("on the policy's hosts and 3.09 GB for each engine process (24.7 GB on a node with 8)")
 
 
 def test_a_reference_that_stays_on_the_gpu_is_counted_there():
