@@ -17,6 +17,7 @@ import datetime
 import os
 import secrets
 import socket
+import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -199,6 +200,11 @@ class BroadcastServer:
                 self._group = BroadcastGroup(self.meeting, self._store, 0, self.meeting.host, JOIN_S)
             self._broadcast(self._group, buckets)
             completed = True
+        except PeerLost as error:
+            # Frames in tracebacks hold the store. Members that have not joined the group wait until it closes.
+            for failure in (error, error.__cause__):
+                traceback.clear_frames(failure.__traceback__ if failure else None)
+            raise
         finally:
             if not (completed and self.meeting.persistent):
                 self.end()

@@ -6,11 +6,14 @@ import contextlib
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from broadcast_members import Actor, Policy, counts
 
-from gdpo_nemo.weights.broadcast_group import BroadcastGroup, Meeting, joined_group
+from gdpo_nemo.weights import broadcast_group
+from gdpo_nemo.weights.broadcast_group import BroadcastGroup, BroadcastServer, Meeting, joined_group
 from gdpo_nemo.weights.copies import BaseMissing, RankCopy
 from gdpo_nemo.weights.manifest import PeerLost
 from gdpo_nemo.weights.transports.base import TransportOptions
@@ -325,6 +328,22 @@ def test_a_group_with_a_member_that_hangs_is_left_at_once(run):
     run.transport.close()
     assert engines[0].answer() == [None]
     assert time.monotonic() - start < 150  # its limit is 300 s
+
+
+def test_members_stop_waiting_when_a_sender_gives_up_whose_error_is_kept(monkeypatch):
+    """One of two receivers never joins. An actor may keep the error, and with it the frames of its traceback."""
+    monkeypatch.setattr(broadcast_group, "JOIN_S", 0.2)
+    server = BroadcastServer("127.0.0.1", 2, "gloo")
+
+    def receive():
+        with joined_group(server.meeting, "member", 1, True, 300.0):
+            pass
+
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(receive)
+        with pytest.raises(PeerLost) as kept:
+            server.send(iter([torch.zeros(8, dtype=torch.uint8)]))
+        assert isinstance(joining.exception(150), PeerLost), kept
 
 
 def test_fifty_updates_and_five_replacements_leave_nothing_behind(run):
