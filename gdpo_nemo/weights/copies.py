@@ -67,10 +67,11 @@ class RankCopy:
         self._messages = []
         changed = 0
         self._copies.begin([bucket.nbytes for bucket in buckets])
+        compares = compare and is_complete
         for bucket in buckets:
-            buffer = self._buffer(bucket.nbytes)
+            buffer = self._buffer(bucket.nbytes, compares)
             bucket.fill(pieces, buffer)
-            if compare and is_complete:
+            if compares:
                 message, count = encoded(bucket, buffer, self._copies.replaced())
             else:
                 message, count = None, bucket.tensor_bytes // 2
@@ -83,10 +84,15 @@ class RankCopy:
         sizes = (b.nbytes if m is None else m.nbytes for b, m in zip(buckets, self._messages))
         return Changes(sum(bucket.tensor_bytes // 2 for bucket in buckets), changed, tuple(sizes))
 
-    def _buffer(self, nbytes: int) -> torch.Tensor:
-        """Return zeros, uint8 [nbytes], so that the padding of tensors does not change."""
+    def _buffer(self, nbytes: int, compares: bool) -> torch.Tensor:
+        """Return zeros, uint8 [nbytes], so that the padding of tensors does not change.
+
+        On a CPU, this is the memory of the next copy unless the copy is still needed for a comparison.
+        """
         if self._device.type != "cpu":  # the memory of the last buffer may still be read by a copy
             return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+        if not compares:
+            return self._copies.replaced().zero_()
         if self._spare.nbytes < nbytes:
             self._spare = torch.empty(nbytes, dtype=torch.uint8)
         return self._spare[:nbytes].zero_()
