@@ -15,6 +15,7 @@ import multiprocessing
 import statistics
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,6 +24,8 @@ import torch
 from gdpo_nemo.weights.transports.base import TransportOptions, load_transport
 
 SHAPE = (4096, 512)
+STORED = "/dev/shm/gdpo_nemo_benchmark_{}"
+"""File with the stored messages of a rank."""
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch"])  # its import takes seconds
 
@@ -130,7 +133,7 @@ class Policy:
     def start_sender(self, *arguments, ranks=None, num_returns=1):
         """Call a method of the sender. Two results of a call get separate futures."""
         chosen = range(len(self.ranks)) if ranks is None else ranks
-        files = [f"/dev/shm/gdpo_nemo_benchmark_{rank}" if num_returns == 2 else "" for rank in chosen]
+        files = [STORED.format(rank) if num_returns == 2 else "" for rank in chosen]
         calls = [self.ranks[rank].call("send", *arguments, stored=file) for rank, file in zip(chosen, files)]
         if num_returns == 1:
             return calls
@@ -180,6 +183,8 @@ def main() -> None:
             print(f"{ranks} {name:6s} {mode.get('mode', 'before'):10s}     {columns}", flush=True)
             for actor in [*policy.ranks, engine]:
                 actor.process.kill()
+        for rank in range(ranks):
+            Path(STORED.format(rank)).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
