@@ -41,10 +41,6 @@ METRICS = {
     "time/sleep": ("s", "Engines releasing their memory before the update, if they share devices with the policy"),
     "time/sync_copy": ("s", "Preparing the new weights on the policy's ranks, part of time/sync"),
     "time/sync_send": ("s", "Stopping the engines, sending and loading the weights, part of time/sync"),
-    "weights/sent_mib": ("MiB", "Size of the messages with which each engine process got the new weights"),
-    "weights/changed": ("share", "Changed 16-bit words of the weights since the version before (weights.mode)"),
-    "weights/full": ("", "1 if the engines got all weights, 0 if they got the difference from the version before"),
-    "weights/fallbacks": ("", "Deliveries of all weights in an update for which the policy had prepared a difference"),
     "time/wake": ("s", "Engines reallocating memory for their weights and KV cache, part of time/sync"),
     "parity/probe": (
         "nats",

@@ -261,6 +261,6 @@ def rows(run_dir: Path) -> list[dict]:
 
 
 def timeless(row: dict) -> dict:
-    """A row without what the clock says."""
-    clock = ("time/", "throughput/", "idle/", "engines/", "queue/", "driver/", "environments/")
-    return {k: v for k, v in row.items() if not k.startswith(clock)}
+    """A row without what the clock says, and without what depends on the transport of weights."""
+    left_out = ("weights/", "time/", "throughput/", "idle/", "engines/", "queue/", "driver/", "environments/")
+    return {k: v for k, v in row.items() if not k.startswith(left_out)}

@@ -30,15 +30,15 @@ def test_copies_in_host_memory_are_of_the_last_buffers_and_reuse_the_memory():
         copies.begin([5, 300])
         for buffer in buffers:
             copies.add(buffer)
-        places.append([copy.data_ptr() for copy in copies.on_device()])
-        assert all(map(torch.equal, copies.on_device(), buffers))
+        places.append([copy.data_ptr() for copy in copies.in_host_memory()])
+        assert all(map(torch.equal, copies.in_host_memory(), buffers))
         assert not {buffer.data_ptr() for buffer in buffers} & {*places[-1]}
         for buffer in buffers:
             buffer.fill_(9)  # the sender uses the memory again
-        assert [int(copy.max()) for copy in copies.on_device()] == [version, version]
+        assert [int(copy.max()) for copy in copies.in_host_memory()] == [version, version]
     assert places[0] == places[1]
     copies.begin([5])
-    assert list(copies.on_device()) == []
+    assert list(copies.in_host_memory()) == []
 
 
 @pytest.fixture

@@ -171,6 +171,7 @@ def test_every_measured_key_is_described_and_every_described_one_is_measured():
         "gdpo.py",
         "trainer.py",
         "weight_sync.py",
+        "shards.py",
         "fleet.py",
         "scheduler.py",
         "supervisor.py",

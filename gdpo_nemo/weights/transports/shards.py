@@ -20,6 +20,13 @@ from gdpo_nemo.weights.copies import Changes, RankCopy
 from gdpo_nemo.weights.manifest import Base, Manifest, divide, joined, weight_metadata
 from gdpo_nemo.weights.transports.base import PolicyRanks, Sender, Transport, TransportOptions
 
+METRICS = {
+    "weights/sent_mib": ("MiB", "Size of the messages with which each engine process got the new weights"),
+    "weights/changed": ("share", "Changed 16-bit words of the weights since the version before (weights.mode)"),
+    "weights/full": ("", "1 if the engines got all weights, 0 if they got the difference from the version before"),
+    "weights/fallbacks": ("", "Deliveries of all weights in an update for which the policy had prepared a difference"),
+}
+
 _LEAST_BUCKET = 4 << 20
 """Minimum bytes of a bucket if many ranks send. Smaller messages would take mostly latency."""
 _WORTHWHILE = 0.5
