@@ -37,6 +37,8 @@ An engine process has a communicator for each sending rank (up to eight). With N
 buffers could take GiB of GPU memory, and kernels that wait for different senders could occupy every multiprocessor. The
 assumption is that four blocks saturate a link of 400 Gbit/s. It has not been measured.
 """
+_CHECK = datetime.timedelta(seconds=5)
+"""Interval at which a receiver checks whether the sender is still there."""
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
@@ -56,16 +58,31 @@ class Meeting:
 
 
 class Operation:
-    """A collective operation in progress."""
+    """A collective operation in progress.
 
-    def __init__(self, work: Any):
+    Args:
+        store: the sender's store, if the operation may wait forever for a sender that has left the group. This was seen
+            with gloo when engines were killed at random.
+    """
+
+    def __init__(self, work: Any, store: dist.TCPStore | None = None):
         self._work: Any = work
+        self._store = store
 
     def finish(self) -> None:
         """Wait for the operation to complete. Raises PeerLost if a member was lost."""
         with _as_peer_lost():
+            while self._store is not None and not self._completes_soon():
+                self._store.check(["any"])  # fails if the sender has closed the store
             self._work.wait()
         self.drop()
+
+    def _completes_soon(self) -> bool:
+        """Wait for a short time. Return whether the operation has completed or failed."""
+        with contextlib.suppress(RuntimeError):  # of the operation, or because the time is over
+            self._work.wait(_CHECK)
+        completed: bool = self._work.is_completed()
+        return completed
 
     @property
     def dropped(self) -> bool:
@@ -78,7 +95,7 @@ class Operation:
         The traceback of an exception may keep this object alive, but the other members wait until the connections
         close.
         """
-        self._work = None
+        self._work = self._store = None
 
 
 class BroadcastGroup:
@@ -99,6 +116,7 @@ class BroadcastGroup:
         make = {"gloo": _gloo, "nccl": _nccl}[meeting.backend]
         self.meeting = meeting
         self._store: dist.TCPStore | None = store
+        self._watched_store = store if rank and meeting.backend == "gloo" else None
         self._group: Any = None
         self._operations: list[Operation] = []
         """Operations of the update in progress."""
@@ -120,7 +138,7 @@ class BroadcastGroup:
 
     def _add_operation(self, work: Any) -> Operation:
         self._operations = [operation for operation in self._operations if not operation.dropped]
-        self._operations.append(Operation(work))
+        self._operations.append(Operation(work, self._watched_store))
         return self._operations[-1]
 
     @contextlib.contextmanager
@@ -149,7 +167,7 @@ class BroadcastGroup:
         """
         group = self._group
         self._group = None
-        self._store = None
+        self._store = self._watched_store = None
         if group is not None:
             group.abort()
         for operation in self._operations:

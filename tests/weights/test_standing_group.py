@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from broadcast_members import Actor, Policy, counts
 
 from gdpo_nemo.weights import broadcast_group
-from gdpo_nemo.weights.broadcast_group import BroadcastGroup, BroadcastServer, Meeting, joined_group
+from gdpo_nemo.weights.broadcast_group import BroadcastGroup, BroadcastServer, Meeting, Operation, joined_group
 from gdpo_nemo.weights.copies import BaseMissing, RankCopy
 from gdpo_nemo.weights.manifest import PeerLost
 from gdpo_nemo.weights.transports.base import TransportOptions
@@ -344,6 +348,25 @@ def test_members_stop_waiting_when_the_sender_gives_up(monkeypatch):
         with pytest.raises(PeerLost) as kept:
             server.send(iter([torch.zeros(8, dtype=torch.uint8)]))
         assert isinstance(joining.exception(150), PeerLost), kept
+
+
+def test_receiver_that_gloo_does_not_wake_notices_that_the_sender_has_left(monkeypatch):
+    """Seen rarely when engines are killed; here, the operation never completes."""
+    monkeypatch.setattr(broadcast_group, "_CHECK", datetime.timedelta(seconds=0))
+    waited = threading.Event()
+
+    def wait(limit):
+        waited.set()
+        raise RuntimeError("Operation timed out!")
+
+    server = BroadcastServer("127.0.0.1", 1, "gloo")
+    store = dist.TCPStore("127.0.0.1", server.meeting.port, is_master=False)
+    operation = Operation(SimpleNamespace(wait=wait, is_completed=lambda: False), store)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(operation.finish)
+        assert waited.wait(150) and not waiting.done()
+        server.end()
+        assert isinstance(waiting.exception(150), PeerLost)
 
 
 def test_fifty_updates_and_five_replacements_leave_nothing_behind(run):
