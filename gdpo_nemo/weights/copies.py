@@ -63,26 +63,32 @@ class RankCopy:
         Returns:
             The changes if ``compare`` is set.
         """
-        is_complete, self._is_complete = self._is_complete, False
+        words = changed = sum(bucket.tensor_bytes // 2 for bucket in buckets)
+        if compare and self._is_complete:
+            changed = self._compare(buckets, pieces)
+        else:
+            for _ in self.stream(buckets, pieces):
+                pass
+        if not compare:
+            return None
+        sizes = (b.nbytes if m is None else m.nbytes for b, m in zip(buckets, self._messages))
+        return Changes(words, changed, tuple(sizes))
+
+    def _compare(self, buckets: Sequence[Bucket], pieces: Pieces) -> int:
+        """Encode the difference from the previous copy, and replace this copy. Return the number of changed words."""
+        self._is_complete = False
         self._messages = []
         changed = 0
         self._copies.begin([bucket.nbytes for bucket in buckets])
-        compares = compare and is_complete
         for bucket in buckets:
-            buffer = self._buffer(bucket.nbytes, compares)
+            buffer = self._buffer(bucket.nbytes, True)
             bucket.fill(pieces, buffer)
-            if compares:
-                message, count = encoded(bucket, buffer, self._copies.replaced())
-            else:
-                message, count = None, bucket.tensor_bytes // 2
+            message, count = encoded(bucket, buffer, self._copies.replaced())
             changed += count
             self._messages.append(message)
             self._copies.add(buffer)
         self._is_complete = True
-        if not compare:
-            return None
-        sizes = (b.nbytes if m is None else m.nbytes for b, m in zip(buckets, self._messages))
-        return Changes(sum(bucket.tensor_bytes // 2 for bucket in buckets), changed, tuple(sizes))
+        return changed
 
     def _buffer(self, nbytes: int, compares: bool) -> torch.Tensor:
         """Return zeros, uint8 [nbytes], so that the padding of tensors does not change.
@@ -112,7 +118,7 @@ class RankCopy:
         self._messages = [None] * len(buckets)
         self._copies.begin([bucket.nbytes for bucket in buckets])
         for bucket in buckets:
-            buffer = torch.zeros(bucket.nbytes, dtype=torch.uint8, device=self._device)
+            buffer = self._buffer(bucket.nbytes, False)
             bucket.fill(pieces, buffer)
             self._copies.add(buffer)
             yield buffer

@@ -68,10 +68,6 @@ class Manifest:
         """Policy ranks that send entries, in ascending order."""
         return tuple(sorted({entry.rank for entry in self.entries}))
 
-    def of_rank(self, rank: int) -> Manifest:
-        """Return the manifest of the entries that a policy rank sends."""
-        return Manifest(self.version, tuple(e for e in self.entries if e.rank == rank), self.adapters)
-
     def check_names(self, expected: Iterable[str], frozen: Iterable[str] = ()) -> None:
         """Check that the tensors have exactly the names that the receiver expects.
 
@@ -374,6 +370,11 @@ def divide(manifest: Manifest, bucket_bytes: int) -> list[Bucket]:
         by_rank.setdefault(entry.rank, []).append(entry)
     turns = zip_longest(*(group_entries(entries, bucket_bytes) for _, entries in sorted(by_rank.items())))
     return [Bucket(manifest.version, tuple(entries)) for entries in chain.from_iterable(turns) if entries]
+
+
+def message_sizes(manifest: Manifest, buckets: Sequence[Bucket]) -> Sequence[int]:
+    """Return the bytes of the message of each bucket, in the order of ``divide``."""
+    return manifest.base.sizes if manifest.base else [bucket.nbytes for bucket in buckets]
 
 
 def group_entries(entries: Sequence[Entry], bucket_bytes: int) -> list[list[Entry]]:

@@ -53,11 +53,11 @@ class Model:
             words[chosen] += 2 * (chosen % 2).to(torch.int16) - 1
 
     def update(self):
-        """What older commits send from rank 0."""
+        """Yield all tensors, for older commits, in which rank 0 sends them."""
         yield from self.tensors.items()
 
     def pieces(self):
-        """What this rank sends."""
+        """Yield the pieces of this rank."""
         from gdpo_nemo.weights.pieces import Piece
 
         yield from (Piece(*pair) for pair in list(self.tensors.items())[self.rank :: self.ranks])

@@ -303,7 +303,7 @@ def test_a_killed_engine_is_replaced_with_newest_weights_and_its_samples_redrawn
     train_once(parts.policy)
     after = drawing.result()
     assert same(before, after) and after.version == 20
-    assert transport.statistics["weights/fallbacks"] == 0, "there was no difference to send yet"
+    assert transport.statistics["weights/fallbacks"] == 0, "the first version is always sent in full"
     row = sync.publish(21)
     assert row["parity/probe"] < 1e-4 and row["weights/full"] == row["weights/fallbacks"] == 0
     assert draw(parts.fleet, wanted).version == 21

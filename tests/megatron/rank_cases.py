@@ -477,8 +477,8 @@ def most_alive(tensors, size) -> int:
 
 
 def bytes_sent(place, hf, cut_bytes) -> tuple[int, int, int]:
-    """Of a bfloat16 model: bytes that this rank sends, bytes of its largest piece, and the most bytes of pieces that
-    live at the same time outside of the weights."""
+    """Return, for a bfloat16 model, the bytes that this rank sends, the bytes of its largest piece, and the most bytes
+    of pieces that live at the same time outside of the weights."""
     import torch
 
     from gdpo_nemo.megatron.model import build_chunks

@@ -148,7 +148,7 @@ class RankPolicy:
         return tensors
 
     def pieces(self):
-        """What this rank sends: the shared tensors' rows come first."""
+        """Yield the pieces of this rank, with the rows of shared tensors first."""
         tensors = self.whole()
         for number, (name, tensor) in enumerate(reversed(tensors.items())):
             if number == self.fails_at:

@@ -162,7 +162,7 @@ def test_every_rank_sends_its_pieces_only(monkeypatch):
 
 
 ACCIDENTS = [("raise", 0), ("die", 0), ("raise", 5), ("die", 5), ("raise", 9), ("die", 9)]
-"""What happens before a tensor of the update is loaded, out of ten."""
+"""Faults of an engine before it loads a tensor of the update, by the index of the tensor (0 to 9)."""
 
 
 @pytest.mark.parametrize("mode", ["full", "difference"])
@@ -237,7 +237,7 @@ def test_differences_follow_a_full_update_and_replaced_engines_get_everything(ru
 
 
 def test_difference_that_an_engine_cannot_apply_is_followed_by_all_weights(run, monkeypatch):
-    """Of three engines, the second one did not get the version before, or gets a damaged message."""
+    """The second of three engines lacks the previous version, or gets a damaged message."""
 
     def damaged(copy, difference, original=RankCopy.messages):
         for message in original(copy, difference):

@@ -28,7 +28,7 @@ import torch
 
 from gdpo_nemo.weights.broadcast_group import BroadcastGroup, BroadcastServer, Meeting, Operation, joined_group, leave
 from gdpo_nemo.weights.copies import BaseMissing, RankCopy, engine_copy
-from gdpo_nemo.weights.manifest import Manifest, PeerLost, divide, filled
+from gdpo_nemo.weights.manifest import Manifest, PeerLost, divide, filled, message_sizes
 from gdpo_nemo.weights.pieces import Piece, assembled
 from gdpo_nemo.weights.transports.base import Receiver, Tensors
 from gdpo_nemo.weights.transports.shards import ShardSender, ShardTransport
@@ -226,7 +226,7 @@ class CollectiveReceiver(Receiver):
     def _pieces(self, manifest: Manifest, device: torch.device, worker: int) -> Iterator[Piece]:
         # gloo ends the process if the buffer sizes of sender and receiver differ. Both compute them from the manifest.
         buckets = divide(manifest, self.bucket_bytes)
-        sizes = manifest.base.sizes if manifest.base else [bucket.nbytes for bucket in buckets]
+        sizes = message_sizes(manifest, buckets)
         member = self._member(worker)
         try:
             with contextlib.ExitStack() as stack:

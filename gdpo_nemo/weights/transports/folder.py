@@ -17,9 +17,9 @@ import numpy as np
 
 from gdpo_nemo.utils.errors import RunError
 from gdpo_nemo.weights.adapters import write_adapter
-from gdpo_nemo.weights.manifest import Manifest, divide
+from gdpo_nemo.weights.manifest import Manifest, divide, message_sizes
 from gdpo_nemo.weights.transports.base import Receiver
-from gdpo_nemo.weights.transports.memory import MessageReceiver, StoredTransport, message_sizes
+from gdpo_nemo.weights.transports.memory import MessageReceiver, StoredTransport
 from gdpo_nemo.weights.transports.shards import ShardSender
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from gdpo_nemo.weights.copies import engine_copy
-from gdpo_nemo.weights.manifest import Bucket, Manifest, divide, unpack
+from gdpo_nemo.weights.manifest import Manifest, divide, message_sizes, unpack
 from gdpo_nemo.weights.pieces import assembled
 from gdpo_nemo.weights.transports.base import Receiver, Tensors
 from gdpo_nemo.weights.transports.shards import ShardSender, ShardTransport
@@ -126,11 +126,6 @@ class MessageReceiver(Receiver):
         received = (torch.frombuffer(memoryview(message), dtype=torch.uint8) for message in messages)
         member = f"process {worker} of engine {self.engine}"
         return assembled(engine_copy(member).pieces(manifest, buckets, received, device))
-
-
-def message_sizes(manifest: Manifest, buckets: Sequence[Bucket]) -> Sequence[int]:
-    """Return the bytes of the message of each bucket."""
-    return manifest.base.sizes if manifest.base else [bucket.nbytes for bucket in buckets]
 
 
 @dataclass(frozen=True)
